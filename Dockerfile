@@ -46,10 +46,10 @@ COPY pyproject.toml README.md LICENSE ./
 COPY protos/ protos/
 COPY server/ server/
 COPY client/ client/
-RUN /opt/build/bin/pip wheel --no-build-isolation --no-deps --wheel-dir /dist . \
+RUN /opt/build/bin/pip wheel --no-build-isolation --no-deps --wheel-dir /dist . ./server \
     && wheel="$(echo /dist/npugrad-*.whl)" \
     && /opt/build/bin/pip --python /opt/npugrad install --constraint deploy/image/constraints-npu.txt \
-        "${wheel}[${EXTRAS}]" \
+        "${wheel}[${EXTRAS}]" /dist/npugrad_server-*.whl \
     && sh deploy/image/check.sh /opt/npugrad/bin/npugrad-server
 
 # ---------------------------------------------------------------------------------- runtime

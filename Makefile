@@ -55,6 +55,7 @@ PIP_INSTALL := -m pip install --quiet --disable-pip-version-check --no-compile
 # Written from the records, after the protos; each knows --check.
 RECORD_GENERATORS := $(wildcard $(TOOLS)/gen_client.py $(TOOLS)/gen_docs.py $(TOOLS)/gen_manifests.py)
 LIBRARY := protos server client
+PROJECTS := pyproject.toml server/pyproject.toml
 WHEEL_PYTHONS := 3.10 3.12 3.13
 # The NumPy installed here may be too new for another Python to read its types in full, which then become Any.
 MYPY_OTHER := --no-warn-return-any --no-warn-unused-ignores
@@ -75,11 +76,11 @@ environments: $(STAMP) $(STAMP_GEN) $(STAMP_FLOOR) $(STAMP_NPU) $(STAMP_JAX) $(S
 .PHONY: environments
 
 # torch is pinned: any other version would pull gigabytes of libraries that a CPU host cannot use.
-$(STAMP): pyproject.toml
+$(STAMP): $(PROJECTS)
 	@echo "make: setting up $(VENV) (some minutes the first time)"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python $(PIP_INSTALL) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
-	    --editable '.[server,otel,bench,demo,dev]' '$(TORCH)'
+	    --editable '.[otel,bench,demo,dev]' --editable ./server '$(TORCH)'
 	touch $@
 
 $(STAMP_GEN): $(TOOLS)/gen_protos.py
@@ -88,17 +89,17 @@ $(STAMP_GEN): $(TOOLS)/gen_protos.py
 	touch $@
 
 # Made anew when a floor moves: pip would keep a newer version that is already there.
-$(STAMP_FLOOR): pyproject.toml | $(STAMP)
+$(STAMP_FLOOR): $(PROJECTS) | $(STAMP)
 	rm -rf $(VENV_FLOOR)
 	$(PYTHON) -m venv $(VENV_FLOOR)
 	$(VENV_FLOOR)/bin/python $(PIP_INSTALL) $$($(BIN)/python $(TOOLS)/floors.py --oldest)
 	touch $@
 
 # Where torch_npu is installed, a plain `import torch` fails on a host without CANN: it gets a place of its own.
-$(STAMP_NPU): pyproject.toml
+$(STAMP_NPU): $(PROJECTS)
 	test -x $(VENV_NPU)/bin/python || $(PYTHON) -m venv $(VENV_NPU)
 	$(VENV_NPU)/bin/python $(PIP_INSTALL) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
-	    --editable '.[server,otel,bench,dev]' '$(TORCH)' '$(TORCH_NPU)'
+	    --editable '.[otel,bench,dev]' --editable ./server '$(TORCH)' '$(TORCH_NPU)'
 	touch $@
 
 # Peers of bench-kernels beside torch. One is compiled against the torch that is there, which takes some minutes.
@@ -124,9 +125,9 @@ $(STAMP_ZIG):
 	$(VENV_ZIG)/bin/python $(PIP_INSTALL) '$(ZIGLANG)'
 	touch $@
 
-$(STAMP_JAX): pyproject.toml
+$(STAMP_JAX): $(PROJECTS)
 	test -x $(VENV_JAX)/bin/python || $(PYTHON) -m venv $(VENV_JAX)
-	$(VENV_JAX)/bin/python $(PIP_INSTALL) --editable '.[server,jax,dev]'
+	$(VENV_JAX)/bin/python $(PIP_INSTALL) --editable '.[jax,dev]' --editable ./server
 	touch $@
 
 # Tests of the examples in other languages skip, saying so, until they are built. Go's toolchain is the largest
@@ -140,10 +141,10 @@ $(EXAMPLES_BUILT)/%/.ready: $(wildcard $(EXAMPLES)/*/*.* $(EXAMPLES)/*/Makefile 
 	$(BIN)/python -m tests.examples.foreign $*
 
 # The models' libraries in the versions that they were tried in; half a gigabyte beside torch.
-$(STAMP_MODELS): pyproject.toml
+$(STAMP_MODELS): $(PROJECTS)
 	test -x $(VENV_MODELS)/bin/python || $(PYTHON) -m venv $(VENV_MODELS)
 	$(VENV_MODELS)/bin/python $(PIP_INSTALL) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
-	    --editable '.[server]' '$(TORCH)' $(MODELS)
+	    --editable . --editable ./server '$(TORCH)' $(MODELS)
 	touch $@
 
 # The pages are read, not imported, so that this needs none of the packages.
@@ -374,7 +375,7 @@ check-floor: $(STAMP_FLOOR) ## Calls over loopback with the oldest versions that
 .PHONY: check-floor
 
 check-wheels: build/.wheels ## Wheels of all dependencies exist for the other Python versions
-build/.wheels: pyproject.toml $(TOOLS)/floors.py | $(STAMP)
+build/.wheels: $(PROJECTS) $(TOOLS)/floors.py | $(STAMP)
 	for version in $(WHEEL_PYTHONS); do \
 	    $(BIN)/python $(PIP_INSTALL) --dry-run --ignore-installed --only-binary=:all: --target build/wheels \
 	        --python-version $$version $$($(BIN)/python $(TOOLS)/floors.py --python $$version); \
@@ -395,9 +396,9 @@ new-operator: $(STAMP) ## Begin another operator from the vendor's page: PAGE=ac
 	$(BIN)/python -m npugrad._tools.new_operator $(PAGE)
 	$(MAKE) gen
 
-wheel: $(STAMP) ## The wheel for this platform, with the CPU kernels, under dist
-	$(BIN)/python -m hatchling build -t wheel -d dist
-.PHONY: wheel
+wheels: $(STAMP) $(STAMP_ZIG) ## What a release ships, under dist: wheels for x86-64 and aarch64, built by Zig, and sources
+	ZIG='$(VENV_ZIG)/bin/python -m ziglang' $(BIN)/python -m tests.project.release $(ARGS)
+.PHONY: wheels
 
 baseline: $(STAMP) ## Accept the present protos as what later ones must stay compatible with
 	$(BIN)/buf build protos --exclude-source-info --output protos/baseline.binpb

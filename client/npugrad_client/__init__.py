@@ -12,6 +12,7 @@ legal call as in the example of the operator's method.
 
 from __future__ import annotations
 
+from npugrad import __version__ as __version__
 from npugrad.call import ExecutionInfo, VerifiedOutput
 from npugrad.errors import Violation
 from npugrad.meta import TensorMeta

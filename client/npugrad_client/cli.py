@@ -32,7 +32,7 @@ from npugrad_client._cli.connection import (
 )
 from npugrad_client._cli.explain import explain as print_explanation
 from npugrad_client._cli.explain import explanation
-from npugrad_client._cli.terminal import Timeout, find_record, out, reporting
+from npugrad_client._cli.terminal import Timeout, fail, find_record, out, reporting
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -310,12 +310,15 @@ def demo(
     TLS is for the servers that --target names; a service that is started here is plain, whatever the
     variables say.
     """
-    from npugrad_client.demo import run_demo  # here, because it needs the extra `demo`
+    from npugrad_client.demo import ServiceMissing, run_demo  # here, because no other command needs it
 
     with reporting():
         if not target:
             refuse_tls_without_target(context)
-            raise typer.Exit(run_demo(None, folder, quick))
+            try:
+                raise typer.Exit(run_demo(None, folder, quick))
+            except ServiceMissing as error:
+                fail(f"npugrad demo: {error}, or name a running one with --target")
         how = tls(encrypted, tls_ca, tls_certificate, tls_key)
         connect(target, None, how).close()  # what is wrong with an address or a file is reported first
         raise typer.Exit(run_demo(addresses(target), folder, quick, how))

@@ -190,7 +190,9 @@ class _Library:
     def finish(self, folder: Path, *, static: bool) -> None:
         warnings = "".join(each.result() for each in self._done)
         draft = folder / self.path.name
-        link = [*self._command, *self._flags, *LINK, f"-Wl,--version-script={EXPORTS}", "-o", str(draft)]
+        # Without the flags of the variant: Zig would build its C++ runtime again for each.
+        flags = [flag for flag in self._flags if not flag.startswith("-m")]
+        link = [*self._command, *flags, *LINK, f"-Wl,--version-script={EXPORTS}", "-o", str(draft)]
         link += map(str, self._objects.values())
         if not static:
             # A sanitizer's runtime comes with the process that loads the library.

@@ -1,14 +1,17 @@
 """The build hook: compiles the CPU kernels into the wheel, or beside the sources of an editable install.
 
-`NPUGRAD_BUILD_KERNELS=0` leaves them out, for hosts that only run the client; `1` makes a failure an error.
-Else, without a compiler or when it fails, the install goes on: the CPU backend then runs the reference and
-says so.
+`NPUGRAD_BUILD_KERNELS=0` leaves them out; `1` makes a failure an error. Else, without a compiler or when it
+fails, the install goes on: the CPU backend then runs the reference and says so.
+
+`NPUGRAD_WHEEL_PLATFORM=manylinux_2_28_aarch64` makes a wheel for others; CXX has to be a compiler for that
+glibc and machine. `make wheels` has one.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import sys
 import sysconfig
 from pathlib import Path
@@ -16,35 +19,49 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-_PACKAGE = "server/npugrad_server/backends/cpu/lib"
+_PACKAGE = "npugrad_server/backends/cpu/lib"
+_PLATFORM = "NPUGRAD_WHEEL_PLATFORM"
 
 
 class KernelsBuildHook(BuildHookInterface):  # type: ignore[type-arg, misc, unused-ignore]
     """Runs `build.py` before a wheel is put together."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Builds the libraries and makes the wheel one of this platform, for any Python 3."""
-        build = _build_module(Path(self.root) / "server" / "kernels" / "build.py")
+        """Builds the libraries and makes the wheel one of their platform, for any Python 3."""
+        build = _build_module(Path(self.root) / "kernels" / "build.py")
         wanted = os.environ.get(build.SETTING, "").strip()
         if wanted == "0" or self.target_name != "wheel":
             return
+        platform = os.environ.get(_PLATFORM, "").strip()
         try:
-            made = build.build(Path(self.root) / _PACKAGE)
+            made = self._build(build, platform)
         except build.BuildError as error:
-            if wanted == "1":
+            if wanted == "1" or platform:
                 raise
             self.app.display_warning(
-                f"npugrad: no compiled kernels, the CPU backend will run its reference: {error}"
+                f"npugrad-server: no compiled kernels, the CPU backend will run its reference: {error}"
             )
             return
         if version == "editable":
             return  # the loader finds them beside itself
         # Ignored by git, so named one by one.
         for one in made:
-            name = f"{_PACKAGE}/{one.path.name}"
-            build_data["force_include"][str(one.path)] = name.removeprefix("server/")
+            build_data["force_include"][str(one.path)] = f"{_PACKAGE}/{one.path.name}"
         build_data["pure_python"] = False
-        build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
+        platform = platform or sysconfig.get_platform().replace("-", "_").replace(".", "_")
+        build_data["tag"] = f"py3-none-{platform}"
+
+    def _build(self, build: Any, platform: str) -> Any:
+        root = Path(self.root)
+        if not platform:
+            return build.build(root / _PACKAGE)
+        known = re.fullmatch(r"manylinux_\d+_\d+_(\w+)", platform)
+        if known is None:
+            raise build.BuildError(
+                f"found {_PLATFORM}={platform}; expected one such as manylinux_2_28_x86_64"
+            )
+        # Not beside the loader, which would take them on this machine.
+        return build.build(root / "build" / platform, target=known[1])
 
 
 def _build_module(path: Path) -> Any:

@@ -5,3 +5,5 @@ process imports nothing above `worker`.
 """
 
 from __future__ import annotations
+
+__version__ = "0.1.0"

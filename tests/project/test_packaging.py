@@ -1,29 +1,29 @@
-"""What is shipped: the wheel's contents, its metadata, the floors, and a client install that stays light."""
+"""What is shipped: two distributions without a common file, their metadata, and fresh environments."""
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
-import textwrap
+import tarfile
 import zipfile
 from email.parser import HeaderParser
-from importlib.metadata import distributions, requires
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from tests.project.distributions import CLIENT, PARTS, SERVER, Environment, build, indexable
 
 import npugrad
+import npugrad_client
+import npugrad_server
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from email.message import Message
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = {"npugrad", "npugrad_server", "npugrad_client"}
+PACKAGES = {CLIENT: ("npugrad", "npugrad_client"), SERVER: ("npugrad_server",)}
 BASE = {
     "grpcio",
     "grpcio-status",
@@ -35,52 +35,69 @@ BASE = {
     "rich",
 }
 HEAVY_EXTRAS = {"server", "torch", "jax", "npu", "otel", "bench", "demo"}
+DEMO = (
+    "npugrad demo: the service is not installed: pip install 'npugrad[server]', "
+    "or name a running one with --target\n"
+)
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
-    """Return the wheel that a user would install, opened."""
-    folder = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
-    # Compiling the kernels takes longer than all else here; tests/server/kernels builds and loads them.
-    without = {**os.environ, "NPUGRAD_BUILD_KERNELS": "0"}
-    built = subprocess.run(
-        command, cwd=ROOT, env=without, capture_output=True, text=True, timeout=60, check=False
-    )
-    assert built.returncode == 0, built.stderr
-    (path,) = folder.glob("*.whl")
-    return zipfile.ZipFile(path)
+def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with sdist and wheel of both, the wheels without kernels: they take a minute."""
+    made = tmp_path_factory.mktemp("dist")
+    for folder in PARTS.values():
+        build(folder, made, "sdist", "wheel", NPUGRAD_BUILD_KERNELS="0")
+    return made
 
 
 @pytest.fixture(scope="module")
-def metadata(wheel: zipfile.ZipFile) -> Message:
-    """Return the wheel's METADATA headers."""
-    (name,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
-    return HeaderParser().parsestr(wheel.read(name).decode())
+def wheels(dist: Path) -> dict[str, zipfile.ZipFile]:
+    """Return the wheels that users would install, opened, by the name of the distribution."""
+    return {name: zipfile.ZipFile(next(dist.glob(f"{name.replace('-', '_')}-*.whl"))) for name in PARTS}
 
 
-def test_wheel_holds_exactly_the_three_packages(wheel: zipfile.ZipFile) -> None:
-    tops = {name.split("/")[0] for name in wheel.namelist()}
-    assert {top for top in tops if not top.endswith(".dist-info")} == PACKAGES
+@pytest.fixture(scope="module")
+def metadata(wheels: Mapping[str, zipfile.ZipFile]) -> dict[str, Message]:
+    """Return the METADATA headers of the wheels."""
+    found = {}
+    for key, wheel in wheels.items():
+        (name,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
+        found[key] = HeaderParser().parsestr(wheel.read(name).decode())
+    return found
 
 
-def test_wheel_holds_every_module_of_the_packages(wheel: zipfile.ZipFile) -> None:
-    roots = [ROOT / "protos", ROOT / "server", ROOT / "client"]
+# ---------------------------------------------------------------------------------------- what is in them
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_wheel_holds_exactly_its_packages(wheels: Mapping[str, zipfile.ZipFile], name: str) -> None:
+    tops = {file.split("/")[0] for file in wheels[name].namelist()}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {*PACKAGES[name]}
+
+
+def test_no_file_belongs_to_two_wheels(wheels: Mapping[str, zipfile.ZipFile]) -> None:
+    client, server = (set(wheels[name].namelist()) for name in PARTS)
+    assert client & server == set()
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_wheel_holds_every_module_of_the_packages(wheels: Mapping[str, zipfile.ZipFile], name: str) -> None:
+    roots = {CLIENT: [ROOT / "protos", ROOT / "client"], SERVER: [ROOT / "server"]}[name]
     modules = {path.relative_to(root).as_posix() for root in roots for path in root.glob("npugrad*/**/*.py*")}
-    expected = {name for name in modules if "_tools/" not in name and name.endswith((".py", ".pyi"))}
-    shipped = {name for name in wheel.namelist() if re.search(r"\.pyi?$", name)}
+    expected = {file for file in modules if "_tools/" not in file and file.endswith((".py", ".pyi"))}
+    shipped = {file for file in wheels[name].namelist() if re.search(r"\.pyi?$", file)}
     assert shipped == expected
 
 
-@pytest.mark.parametrize("package", sorted(PACKAGES))
-def test_packages_say_that_they_are_typed(wheel: zipfile.ZipFile, package: str) -> None:
-    assert f"{package}/py.typed" in wheel.namelist()
+@pytest.mark.parametrize("name", PARTS)
+def test_packages_say_that_they_are_typed(wheels: Mapping[str, zipfile.ZipFile], name: str) -> None:
+    assert {f"{package}/py.typed" for package in PACKAGES[name]} <= set(wheels[name].namelist())
 
 
-def test_wheel_ships_protos_for_other_languages(wheel: zipfile.ZipFile) -> None:
+def test_wheel_ships_protos_for_other_languages(wheels: Mapping[str, zipfile.ZipFile]) -> None:
     expected = {f"npugrad/v1/{path.name}" for path in (ROOT / "protos/npugrad/v1").glob("*.proto")}
     assert expected
-    assert expected <= set(wheel.namelist())
+    assert expected <= set(wheels[CLIENT].namelist())
 
 
 def test_source_roots_have_no_loose_modules() -> None:
@@ -88,17 +105,43 @@ def test_source_roots_have_no_loose_modules() -> None:
     assert loose == [], "a module directly in a source root would land beside other people's packages"
 
 
-def test_base_install_needs_no_heavy_library(metadata: Message) -> None:
-    base = {canonicalize_name(each.name) for each in _requirements(metadata, extra=None)}
+def test_source_distribution_of_the_server_builds_the_kernels(dist: Path) -> None:
+    (path,) = dist.glob("npugrad_server-*.tar.gz")
+    with tarfile.open(path) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    sources = {path.relative_to(ROOT / "server").as_posix() for path in (ROOT / "server/kernels").glob("*.*")}
+    assert {"LICENSE", "pyproject.toml", *sources} <= names
+    assert not [name for name in names if name.endswith(".so")]
+
+
+def test_both_ship_the_same_license() -> None:
+    assert (ROOT / "server/LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
+
+
+def test_index_would_take_them(dist: Path) -> None:
+    assert indexable(dist) == 4
+
+
+# --------------------------------------------------------------------------------------------- metadata
+
+
+def test_client_is_for_any_machine(dist: Path) -> None:
+    assert [path.name for path in dist.glob("npugrad-*.whl")] == [
+        f"npugrad-{npugrad.__version__}-py3-none-any.whl"
+    ]
+
+
+def test_base_install_needs_no_heavy_library(metadata: Mapping[str, Message]) -> None:
+    base = {canonicalize_name(each.name) for each in _requirements(metadata[CLIENT], extra=None)}
     assert base == BASE
 
 
-def test_every_user_extra_is_declared(metadata: Message) -> None:
-    assert {*HEAVY_EXTRAS, "dev"} == set(metadata.get_all("Provides-Extra", []))
+def test_every_user_extra_is_declared(metadata: Mapping[str, Message]) -> None:
+    assert {*HEAVY_EXTRAS, "dev"} == set(metadata[CLIENT].get_all("Provides-Extra", []))
 
 
-def test_floors_are_those_of_the_generator(metadata: Message) -> None:
-    floors = {each.name: each.specifier for each in _requirements(metadata, extra=None)}
+def test_floors_are_those_of_the_generator(metadata: Mapping[str, Message]) -> None:
+    floors = {each.name: each.specifier for each in _requirements(metadata[CLIENT], extra=None)}
     generated = sorted((ROOT / "protos/npugrad/v1").glob("*_pb2.py"))
     assert generated
     for path in generated:
@@ -111,52 +154,27 @@ def test_floors_are_those_of_the_generator(metadata: Message) -> None:
         assert str(floors["grpcio"]) == f">={match[1]}", f"{path.name} was made by grpcio-tools {match[1]}"
 
 
-def test_package_knows_its_version(metadata: Message) -> None:
-    assert metadata["Version"] == npugrad.__version__
+def test_all_say_one_version(metadata: Mapping[str, Message]) -> None:
+    versions = {part["Version"] for part in metadata.values()}
+    packages = (npugrad, npugrad_client, npugrad_server)
+    assert versions == {package.__version__ for package in packages} == {npugrad.__version__}
 
 
-def test_changelog_tells_of_this_version(metadata: Message) -> None:
+def test_each_needs_the_other_in_its_own_version(metadata: Mapping[str, Message]) -> None:
+    version = npugrad.__version__
+    (contract,) = (each for each in _requirements(metadata[SERVER], extra=None) if each.name == CLIENT)
+    (server,) = _requirements(metadata[CLIENT], extra="server")
+    (npu,) = _requirements(metadata[CLIENT], extra="npu")
+    assert [str(each.specifier) for each in (contract, server, npu)] == [f"=={version}"] * 3
+    assert [(each.name, each.extras) for each in (server, npu)] == [(SERVER, set()), (SERVER, {"npu"})]
+
+
+def test_changelog_tells_of_this_version(metadata: Mapping[str, Message]) -> None:
     text = (ROOT / "CHANGELOG.md").read_text("utf-8")
     released = re.findall(r"^## \[(\d+\.\d+\.\d+)\]", text, re.MULTILINE)
     assert "## [Unreleased]" in text
     # Before the first release the version is what Unreleased will become.
-    assert not released or metadata["Version"] == released[0]
-
-
-@pytest.mark.parametrize(
-    ("script", "module"), [("npugrad", "npugrad_client.cli"), ("npugrad-server", "npugrad_server.cli")]
-)
-def test_command_lines_are_declared_and_answer(wheel: zipfile.ZipFile, script: str, module: str) -> None:
-    (name,) = (name for name in wheel.namelist() if name.endswith("entry_points.txt"))
-    assert f"{script} = {module}:main" in wheel.read(name).decode()
-    run = f"import sys; sys.argv[:] = [{script!r}, '--help']; from {module} import main; main()"
-    answer = _python(run)
-    assert answer.returncode == 0, answer.stderr
-    assert "Usage" in answer.stdout
-
-
-def test_client_imports_with_nothing_but_the_base_install() -> None:
-    """The client is what goes onto other people's hosts: no torch, no server library, no plotting."""
-    blocked = sorted(_modules_outside_base())
-    assert {"torch", "prometheus_client", "pydantic_settings", "structlog", "grpc_health"} <= set(blocked)
-    answer = _python(
-        f"""
-        import sys
-        from importlib.abc import MetaPathFinder
-
-        class Absent(MetaPathFinder):
-            def find_spec(self, name, path=None, target=None):
-                if name.partition(".")[0] in {blocked!r}:
-                    raise ModuleNotFoundError(f"{{name}} is not part of the base install", name=name)
-                return None
-
-        sys.meta_path.insert(0, Absent())
-        import npugrad, npugrad_client, npugrad_client.cli
-        for public in npugrad_client.__all__:
-            getattr(npugrad_client, public)
-        """
-    )
-    assert answer.returncode == 0, answer.stderr
+    assert not released or metadata[CLIENT]["Version"] == released[0]
 
 
 def _requirements(metadata: Message, extra: str | None) -> list[Requirement]:
@@ -167,38 +185,62 @@ def _requirements(metadata: Message, extra: str | None) -> list[Requirement]:
     return [each for each in lines if each.marker and each.marker.evaluate({"extra": extra})]
 
 
-def _modules_outside_base() -> set[str]:
-    """Return the top-level modules installed here that `pip install npugrad` alone would not bring."""
-    base = _closure(BASE)
-    modules: set[str] = set()
-    kept = set(PACKAGES)
-    for distribution in distributions():
-        tops = {path.parts[0].partition(".")[0] for path in distribution.files or () if path.suffix == ".py"}
-        ours = canonicalize_name(distribution.name) in {*base, "npugrad"}
-        (kept if ours else modules).update(tops)
-    return modules - kept
+# ----------------------------------------------------------------------------------- fresh environments
 
 
-def _closure(names: set[str]) -> set[str]:
-    """Return the distributions that ``names`` need, themselves included, as installed here."""
-    done: set[str] = set()
-    todo = set(names)
-    while todo:
-        name = todo.pop()
-        done.add(name)
-        for line in requires(name) or ():
-            requirement = Requirement(line)
-            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
-                todo |= {canonicalize_name(requirement.name)} - done
-    return done
+@pytest.fixture(scope="module")
+def client(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    """Return an environment with `npugrad` and what it needs, nothing else."""
+    return Environment.installed(tmp_path_factory.mktemp("client"), CLIENT, dist)
 
 
-def _python(program: str) -> subprocess.CompletedProcess[str]:
-    """Run ``program`` in a fresh interpreter that sees the three packages."""
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
+@pytest.fixture(scope="module")
+def server(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    """Return an environment with `npugrad[server]`; it has no compiled kernels."""
+    return Environment.installed(tmp_path_factory.mktemp("server"), "npugrad[server]", dist)
+
+
+@pytest.mark.slow
+def test_client_alone_works_and_says_what_to_install(client: Environment, tmp_path: Path) -> None:
+    assert client.commands() == ["npugrad"]
+    assert client.run("npugrad", "--version").stdout == f"npugrad {npugrad.__version__}\n"
+    assert client.python("-m", "npugrad_client", "--version").stdout == f"npugrad {npugrad.__version__}\n"
+    demo = client.run("npugrad", "demo", "--out", str(tmp_path))
+    assert (demo.returncode, demo.stdout, demo.stderr) == (1, "", DEMO)
+    program = "import npugrad_client as c; [getattr(c, name) for name in c.__all__]; print(c.__version__)"
+    assert client.python("-c", program).stdout == f"{npugrad.__version__}\n"
+    assert client.python("-m", "npugrad_server").stderr.endswith("No module named npugrad_server\n")
+
+
+@pytest.mark.slow
+def test_client_of_one_environment_calls_the_server_of_another(
+    client: Environment, server: Environment, tmp_path: Path
+) -> None:
+    assert server.commands() == ["npugrad", "npugrad-server"]
+    checked = server.run(
+        "npugrad-server", "check", "--devices=cpu:0", f"--listen=unix:{tmp_path}/s", "--metrics-listen="
+    )
+    assert checked.returncode == 0, checked.stdout
+    missing = "no compiled kernels: not built for"
+    assert missing in checked.stdout
+    with server.serving(tmp_path) as (address, log):
+        answer = client.run("npugrad", "info", "--target", address)
+        assert answer.returncode == 0, answer.stderr
+        assert "cpu-reference" in answer.stdout
+        (warning,) = (line for line in log.read_text().splitlines() if missing in line)
+    assert '"level": "warning"' in warning
+
+
+@pytest.mark.slow
+def test_server_beside_another_version_of_the_contract_says_so(server: Environment) -> None:
+    program = (
+        "import npugrad, sys; npugrad.__version__ = '9.9.9'; sys.argv[1:] = ['--version'];"
+        "from npugrad_server.__main__ import main; main()"
+    )
+    told = server.python("-c", program)
+    version = npugrad.__version__
+    assert (told.returncode, told.stderr) == (
+        1,
+        f"npugrad-server {version} needs npugrad {version}, but npugrad 9.9.9 is installed: "
+        f"pip install npugrad=={version} npugrad-server=={version}\n",
     )

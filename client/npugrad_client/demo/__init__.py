@@ -14,7 +14,8 @@ from rich.console import Console
 from npugrad_client import Client
 from npugrad_client.demo._cases import official_cases, realistic_cases
 from npugrad_client.demo._report import Row, run_case, tables
-from npugrad_client.demo._service import local_service
+from npugrad_client.demo._service import ServiceMissing as ServiceMissing
+from npugrad_client.demo._service import local_service, require_service
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -40,10 +41,14 @@ def run_demo(
 
     Returns:
         0 when every result is right and the registration succeeded, else 1.
+
+    Raises:
+        ServiceMissing: A service was to be started, and is not installed.
     """
     console = Console(width=None if sys.stdout.isatty() else 200)
     started = time.monotonic()
     if targets is None:
+        require_service()
         console.print("Starting the service on loopback ...")
     with _services(targets) as found, Client(found, tls=tls) as client:
         _introduce(console, client)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -14,6 +15,20 @@ if TYPE_CHECKING:
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 30.0
 _READY = "listening on "
+
+
+class ServiceMissing(RuntimeError):
+    """The service is not installed; the message says what to install."""
+
+
+def require_service() -> None:
+    """Returns where a service can be started.
+
+    Raises:
+        ServiceMissing: It is not installed.
+    """
+    if find_spec("npugrad_server") is None:
+        raise ServiceMissing("the service is not installed: pip install 'npugrad[server]'")
 
 
 @contextmanager

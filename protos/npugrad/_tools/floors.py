@@ -1,4 +1,4 @@
-"""Print what ``pyproject.toml`` requires, as pip wants it: at its oldest, or for another Python version.
+"""Print what both distributions require, as pip wants it: at its oldest, or for another Python version.
 
 ``make check-floor`` installs the oldest versions and makes calls with them (tests/project/floor_call.py);
 ``make check-wheels`` resolves the newest for Python versions that this machine may not have.
@@ -17,20 +17,23 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-PYPROJECT = Path(__file__).resolve().parents[3] / "pyproject.toml"
+ROOT = Path(__file__).resolve().parents[3]
 # torch and torch_npu are left out: gigabytes, and neither the client nor the CPU service needs them.
-EXTRAS = ("server", "bench")
+EXTRAS = ("bench",)
 RESOLVED_EXTRAS = (*EXTRAS, "demo", "otel", "dev")
 
 
-def requirements(extras: tuple[str, ...]) -> list[Requirement]:
-    """Return the base requirements and those of ``extras``, in the order of the file."""
-    with PYPROJECT.open("rb") as file:
-        project = tomllib.load(file)["project"]
-    lines: list[str] = list(project["dependencies"])
+def requirements(extras: tuple[str, ...] = ()) -> list[Requirement]:
+    """Return what the contract, the client and the server need, and ``extras``, in the order of the files."""
+    project, server = (
+        tomllib.loads((ROOT / name).read_text("utf-8"))["project"]
+        for name in ("pyproject.toml", "server/pyproject.toml")
+    )
+    lines: list[str] = [*project["dependencies"], *server["dependencies"]]
     for extra in extras:
         lines += project["optional-dependencies"][extra]
-    return [Requirement(line) for line in lines]
+    found = [Requirement(line) for line in lines]
+    return [each for each in found if each.name != project["name"]]
 
 
 def oldest(requirement: Requirement) -> str:
@@ -63,11 +66,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     form = parser.add_mutually_exclusive_group(required=True)
     form.add_argument("--oldest", action="store_true", help="pinned to the lower bounds")
+    form.add_argument("--server", action="store_true", help="as written, without extras")
     form.add_argument("--python", metavar="X.Y", help="as written, markers decided for this Python")
     arguments = parser.parse_args()
     if arguments.oldest:
         here = f"{sys.version_info.major}.{sys.version_info.minor}"
         print(*(oldest(each) for each in requirements(EXTRAS) if applies(each, here)), sep="\n")
+    elif arguments.server:
+        print(*requirements(), sep="\n")
     else:
         wanted = (each for each in requirements(RESOLVED_EXTRAS) if applies(each, arguments.python))
         print(*(f"{named(each)}{each.specifier}" for each in wanted), sep="\n")

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from npugrad.products import Product
     from npugrad_server.devices import DeviceName
 
+REFERENCE = "cpu-reference"
+"""What a CPU device names as its backend where the slow NumPy reference computes."""
+
 
 def _grant(_: int) -> None:
     """Any workspace."""

@@ -11,7 +11,7 @@ from functools import partial
 from threading import Barrier, Event
 from typing import TYPE_CHECKING, Protocol
 
-from npugrad_server.backends.base import RestartPolicy
+from npugrad_server.backends.base import REFERENCE, RestartPolicy
 from npugrad_server.machine import cpu_count
 from npugrad_server.pool.commands import Failure
 from npugrad_server.pool.heartbeat import Heartbeat
@@ -239,6 +239,8 @@ class Fleet:
         self._heartbeat.heard(process)
         if isinstance(message, DeviceReady):
             self.devices[worker].info = message
+            level = logging.WARNING if message.backend == REFERENCE else logging.INFO
+            _log.log(level, "%s: %s, %s", self.names[worker], message.backend, message.description)
             if not self._closing:
                 self._heartbeat.watch(process)
             self._events.worker_ready(worker, process.incarnation, message)

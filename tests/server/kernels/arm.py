@@ -19,8 +19,8 @@ from tests.server.kernels.driven import DRIVER, build_driver
 from tests.server.kernels.sanitized import builder
 
 OUT = ROOT / "build" / "kernels-arm"
-# As old a glibc as manylinux2014 has.
-TARGET = ["c++", "-target", "aarch64-linux-gnu.2.17"]
+GLIBC = "2.28"
+"""That of the wheels."""
 ZIG = "ZIG"
 """Environment variable: the command of Zig; the package `ziglang` of this Python without it."""
 EMULATORS = ("qemu-aarch64", "qemu-aarch64-static")
@@ -33,24 +33,31 @@ class Missing(RuntimeError):
     """There is no emulator; the message says how to get one."""
 
 
-def main(arguments: list[str]) -> int:
-    """Builds library and driver, then runs pytest, whose calls the emulated driver computes."""
-    compiler = [*shlex.split(os.environ.get(ZIG, "") or f"{sys.executable} -m ziglang"), *TARGET]
+def zig(machine: str) -> list[str]:
+    """The command of a C++ compiler for a machine, as the builder names it; its cache is below `build`."""
     for name in ("ZIG_GLOBAL_CACHE_DIR", "ZIG_LOCAL_CACHE_DIR"):
         os.environ.setdefault(name, str(OUT / "zig"))
+    command = shlex.split(os.environ.get(ZIG, "") or f"{sys.executable} -m ziglang")
+    return [*command, "c++", "-target", f"{machine}-linux-gnu.{GLIBC}"]
+
+
+def main(arguments: list[str], libraries: Path | None = None) -> int:
+    """Builds driver and library, or takes that in `libraries`, and runs pytest with the driver emulated."""
+    compiler = zig("aarch64")
     try:
         emulator = find_emulator()
         version = subprocess.run([emulator[0], "--version"], check=True, capture_output=True, text=True)
         print(f"arm: {version.stdout.splitlines()[0]}")
-        made = builder().build(OUT, target="aarch64", compiler=compiler)
+        if libraries is None:
+            made = builder().build(OUT, target="aarch64", compiler=compiler)
+            print(f"arm: {made[0].variant}: {'built' if made[0].fresh else 'up to date'}", flush=True)
         driver = build_driver(OUT / "driver", compiler)
     except RuntimeError as error:
         sys.stderr.write(f"arm: {error}\n")
         return 1
-    print(f"arm: {made[0].variant}: {'built' if made[0].fresh else 'up to date'}", flush=True)
     environment = {
         **os.environ,
-        FOLDER: str(OUT),
+        FOLDER: str(libraries or OUT),
         VARIANT: "neon",
         DRIVER: shlex.join([*emulator, str(driver)]),
     }

@@ -90,6 +90,12 @@ def test_a_missing_or_broken_library_is_said(tmp_path: Path, monkeypatch: pytest
     monkeypatch.delenv(SETTING, raising=False)
     with pytest.raises(KernelsUnavailable, match="not built for"):
         find_library(tmp_path)
+    elsewhere = tmp_path / "libnpugrad_kernels_riscv.so"
+    elsewhere.write_bytes(b"")
+    with pytest.raises(
+        KernelsUnavailable, match="installed for another processor: found kernels for riscv; "
+    ):
+        find_library(tmp_path)
     broken = tmp_path / f"libnpugrad_kernels_{usable_variants()[0]}.so"
     broken.write_bytes(b"no library")
     with pytest.raises(KernelsUnavailable, match=f"{broken.name} cannot be loaded"):

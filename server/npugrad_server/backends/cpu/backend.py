@@ -10,7 +10,7 @@ import numpy as np
 
 from npugrad import OPERATORS
 from npugrad.coordinates import CoordinateRule
-from npugrad_server.backends.base import Backend, Timings, unheard
+from npugrad_server.backends.base import REFERENCE, Backend, Timings, unheard
 from npugrad_server.backends.cpu.kernels import Kernels, KernelsUnavailable, KernelUnsupported
 from npugrad_server.machine import cpu_count
 
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
 THREADS = "OMP_NUM_THREADS"
 """Environment variable that says how many threads compute; the pool sets it, NumPy's libraries read it."""
-REFERENCE = "cpu-reference"
-"""What a call names as its backend when the NumPy reference computed it."""
 
 
 def thread_count() -> int:

@@ -151,8 +151,14 @@ def find_library(folder: Path = LIBRARIES) -> Path:
             return path
     if not usable:
         raise KernelsUnavailable(f"no kernels for {platform.system()} on {platform.machine()}")
+    others = ", ".join(sorted(path.stem.rpartition("_")[2] for path in folder.glob("*.so")))
+    if others and not wanted:
+        raise KernelsUnavailable(
+            f"npugrad-server was installed for another processor: found kernels for {others}; "
+            f"expected {' or '.join(tried)}"
+        )
     raise KernelsUnavailable(
-        f"not built for {' or '.join(tried)}: no C++ compiler when npugrad was installed?"
+        f"not built for {' or '.join(tried)}: no C++ compiler when npugrad-server was installed?"
     )
 
 
