@@ -132,15 +132,15 @@ class AsyncTransport:
             return home
         if home is not None and home.process == process and home.loop.is_running():
             raise RuntimeError(
-                f"found the client for {self._settings.name} in use by another event loop; expected one "
+                f"the client for {self._settings.name} is in use by another event loop; make one "
                 "AsyncClient for each loop"
             )
         check_fork()
         if any(other.process != process for other in list(_OPEN)):
             raise RuntimeError(
-                "found a process that was forked while an AsyncClient was open, in which gRPC's asynchronous "
-                "side would crash; expected that client closed before the fork, a process started by spawn, "
-                "or a Client"
+                "this process was forked while an AsyncClient was open, so gRPC's asynchronous side would "
+                "crash; close the client before the fork, start the process with spawn, "
+                "or use a Client"
             )
         self._home = _Home(self._settings, loop, self._registry)
         return self._home

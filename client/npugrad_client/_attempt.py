@@ -88,14 +88,14 @@ class Attempt:
         """What happened where the deadline has passed: the upload took too long, or the answer."""
         deadline = f"{round(self.timeout_s or 0.0, 3):g} s"
         if not self.is_uploading:
-            return f"found no answer from {self.target} within {deadline}"
-        found, total = f"found the deadline of {deadline} passed", bytes_text(self.upload_bytes)
+            return f"no answer from {self.target} within {deadline}"
+        found, total = f"the deadline of {deadline} passed", bytes_text(self.upload_bytes)
         if self.sent_bytes == 0:
             return f"{found} before any of {total} had gone to {self.target}"
         rate = self.sent_bytes / max(self.elapsed_s, 1e-9)
         return (
             f"{found} after {bytes_text(self.sent_bytes)} of {total} had gone to {self.target} at "
-            f"{bytes_text(round(rate))}/s; expected more than {self.upload_bytes / rate:.2g} s for all of it"
+            f"{bytes_text(round(rate))}/s; all of it takes more than {self.upload_bytes / rate:.2g} s"
         )
 
 

@@ -217,8 +217,8 @@ def check_fork() -> None:
     """
     if os.getpid() != _IMPORTED_BY and os.environ.get("GRPC_ENABLE_FORK_SUPPORT", "1").lower() in _FALSE:
         raise RuntimeError(
-            "found a forked process with GRPC_ENABLE_FORK_SUPPORT=0 in the environment, in which gRPC would "
-            "hang; expected the variable unset, or a process started by spawn"
+            "this process was forked with GRPC_ENABLE_FORK_SUPPORT=0 in the environment, so gRPC would "
+            "hang; unset the variable, or start the process with spawn"
         )
 
 
@@ -235,9 +235,7 @@ def grpc_timeout(timeout_s: float | None, what: str) -> float | None:
     if math.isnan(timeout_s):
         raise ValueError(f"{what}: timeout_s: found nan; expected seconds or None")
     if timeout_s <= 0:
-        raise DeadlineExceeded(
-            f"{what}: found a deadline of {timeout_s:g} s, which has passed; expected one above 0"
-        )
+        raise DeadlineExceeded(f"{what}: the deadline of {timeout_s:g} s has already passed")
     return None if timeout_s >= _ENDLESS_S else timeout_s
 
 

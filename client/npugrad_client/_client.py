@@ -123,7 +123,7 @@ class Client(Operators):
         """What another process needs to open a client of its own; with a private key, if there is one."""
         if not isinstance(self._state[-1], bool):
             raise TypeError(
-                "tracing: found a TracerProvider, which cannot be pickled; expected True, the global one of "
+                "tracing: a TracerProvider cannot be pickled; use tracing=True, the global provider of "
                 "each process"
             )
         return self._state

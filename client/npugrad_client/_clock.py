@@ -148,6 +148,6 @@ def tracing_by(provider: bool | TracerProvider) -> Tracing | None:
         from npugrad_client._tracing import Tracing  # only here: who does not trace need not have it
     except ImportError as error:
         raise ImportError(
-            f"tracing: found no OpenTelemetry ({error}); expected the extra otel: pip install 'npugrad[otel]'"
+            f"tracing: OpenTelemetry is not installed ({error}): pip install 'npugrad[otel]'"
         ) from None
     return Tracing(None if provider is True else provider)

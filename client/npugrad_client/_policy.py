@@ -211,7 +211,7 @@ class PolicyEngine:
             require_legal(name, _metas(name, request.operands()), request.attrs, server.product)
         except NpugradError as error:
             if isinstance(error, OperatorError) and self._policies.on_refused != "local":
-                text = f"{name} is not made use of, as the service does not take it: {error}"
+                text = f"{name} is not used because the service does not take it: {error}"
                 self.tell(f"{name} foreseen: {_kind(error)}", text)
             return False
         return name in server.operators
@@ -219,7 +219,7 @@ class PolicyEngine:
     def keep(self, operator: str, why: str) -> None:
         """Counts a call that the framework computes in another way, and tells of it once."""
         self._ledger.add(operator, is_sent=False, why=why, nbytes=0, seconds=0.0)
-        self.tell(f"{operator}: {why}", f"{operator} runs here, as {why}")
+        self.tell(f"{operator}: {why}", f"{operator} runs locally because {why}")
 
     def _learn(self, request: BackwardCall, nbytes: int, begun: float, *, is_sent: bool) -> None:
         seconds, inputs = time.perf_counter() - begun, request.inputs
@@ -268,7 +268,7 @@ class PolicyEngine:
             if server is not None and request.operator not in server.operators:  # it matters if it is legal
                 known = _metas(request.operator, operands)
                 require_legal(request.operator, known, request.attrs, server.product)
-                return None, self._lacking(request, f"found a server of version {server.version}")
+                return None, self._lacking(request, f"its version is {server.version}")
             found, info = self._run_legal(request, operands, None if server is None else server.product)
         except NpugradError as error:
             return None, self._failed(request, error)
@@ -286,7 +286,7 @@ class PolicyEngine:
         if self._policies.on_error == "raise":
             raise error
         kind, name = type(error).__name__, request.operator
-        self.tell(f"{name}: {kind}", f"{name} runs here, as the service failed: {error}")
+        self.tell(f"{name}: {kind}", f"{name} runs locally because the service failed: {error}")
         return FAILED + kind
 
     def _run_legal(
@@ -312,7 +312,7 @@ class PolicyEngine:
     def _lacking(self, request: BackwardCall, found: str) -> str:
         """Warns once that a server has no such operator, and gives that back in short."""
         name = request.operator
-        self.tell(f"{name}: {_LACKING}", f"{name} runs here, as {_LACKING}: {found}")
+        self.tell(f"{name}: {_LACKING}", f"{name} runs locally because {_LACKING}: {found}")
         return _LACKING
 
     def _refused(self, request: BackwardCall, error: Exception, kind: str, why: str) -> str:
@@ -321,7 +321,7 @@ class PolicyEngine:
             raise error
         if self._policies.on_refused == "warn":
             name = request.operator
-            self.tell(f"{name}: {kind}", f"{name} runs here, as the service does not take it: {error}")
+            self.tell(f"{name}: {kind}", f"{name} runs locally because the service does not take it: {error}")
         return why
 
     def tell(self, kind: str, text: str) -> None:

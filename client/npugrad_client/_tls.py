@@ -52,7 +52,7 @@ class Tls:
         """Refuses half of a pair."""
         if (self.certificate is None) != (self.key is None):
             found, lacking = ("key", "certificate") if self.certificate is None else ("certificate", "key")
-            raise ValueError(f"tls: found a {found} without a {lacking}; expected both or neither")
+            raise ValueError(f"tls: a {found} needs a {lacking}")
 
     def __repr__(self) -> str:
         """Which parts there are; never a key."""
@@ -129,7 +129,7 @@ class TlsSource:
         except (OSError, ValueError) as error:  # an SSLError is an OSError
             if self._stamp_now() == stamp:
                 self._stamp = stamp
-                _LOG.warning("tls: found files that changed and cannot be used; the old ones stay: %s", error)
+                _LOG.warning("tls: the changed files cannot be used, so the old ones stay in use: %s", error)
             return
         if self._stamp_now() == stamp:  # else they were of two versions
             self._stamp = stamp
@@ -164,7 +164,7 @@ def _pem(name: str, value: Pem | None) -> bytes | None:
     data = value if isinstance(value, bytes) else Path(value).read_bytes()
     if b"-----BEGIN " not in data:
         where = "" if isinstance(value, bytes) else f" in {os.fspath(value)}"
-        raise ValueError(f"tls: {name}: found no PEM block{where}; expected -----BEGIN ...")
+        raise ValueError(f"tls: {name}: no PEM block (-----BEGIN ...){where}")
     return data
 
 

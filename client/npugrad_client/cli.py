@@ -114,7 +114,7 @@ def info(
 @app.command()
 def ops(
     operator: Annotated[
-        str, typer.Argument(metavar="[OPERATOR]", help="Show one in full.", show_default=False)
+        str, typer.Argument(metavar="[OPERATOR]", help="Show only this one, in full.", show_default=False)
     ] = "",
     target: Targets = DEFAULT_TARGETS,
     encrypted: Encrypted = False,
@@ -166,7 +166,7 @@ def validate(
     timeout: Timeout = 10.0,
     as_json: Json = False,
 ) -> None:
-    """List every documented constraint that a call breaks; no data is sent.
+    """List every documented constraint that a call violates; no data is sent.
 
     Exit status 0: the call is legal; 1: it is not, or the server failed; 2: wrong usage.
     """
@@ -296,7 +296,7 @@ def demo(
     context: typer.Context,
     target: Annotated[
         list[str] | None,
-        typer.Option(help="A running server, or several; commas work too. By default one is started."),
+        typer.Option(help="Running servers; repeat it, or use commas. Default: start one here."),
     ] = None,
     encrypted: Encrypted = False,
     tls_ca: Authority = None,
@@ -305,10 +305,10 @@ def demo(
     folder: Annotated[Path, typer.Option("--out", help="Folder for the picture.")] = Path("build/demo"),
     quick: Annotated[bool, typer.Option("--quick", help="Leave out the largest shapes.")] = False,
 ) -> None:
-    """Run the main job: every operator on real input, checked against the reference.
+    """Run every operator on real input and check the results against the reference.
 
-    TLS is for the servers that --target names; a service that is started here is plain, whatever the
-    variables say.
+    The TLS options apply to servers that --target names; a service that is started here is never encrypted,
+    whatever the environment says.
     """
     from npugrad_client.demo import ServiceMissing, run_demo  # here, because no other command needs it
 

@@ -138,10 +138,12 @@ _HANDSHAKE = (
     "security handshaker",
 )
 """What grpc says, among other things, when a handshake failed."""
-_OTHER_NAME = "the server's certificate has another name than the target; set it with Tls(server_name=...)"
-_NOT_TRUSTED = "the server's certificate is of an authority that is not trusted; set it with Tls(ca=...)"
+_OTHER_NAME = "the server's certificate is for another name than the target; set it with Tls(server_name=...)"
+_NOT_TRUSTED = (
+    "the server's certificate is signed by an authority that is not trusted; name it with Tls(ca=...)"
+)
 _HINTS = {
-    "security handshaker": "ca, certificate or key cannot be used, or the key is of another certificate",
+    "security handshaker": "ca, certificate or key cannot be used, or the key belongs to another certificate",
     "hostname verification": _OTHER_NAME,
     "not in peer certificate": _OTHER_NAME,
     "has expired": "the server's certificate has expired",
@@ -153,17 +155,18 @@ _HINTS = {
 """What it means, for a person."""
 _CLOSED = ("socket closed", "connection reset")
 _CLOSED_HINTS = {
-    True: "it closed the connection, as a server does that wants a certificate of the client, or another one",
-    False: "it closed the connection, as a server does that speaks TLS only",
+    True: "it closed the connection, as a server does that wants a client certificate, or a different one",
+    False: "it closed the connection, as a server does that only speaks TLS",
 }
 """By whether the client speaks TLS: with TLS 1.3 a client that is not let in learns nothing more."""
 _CONTRACT = server_pb2.DESCRIPTOR.package
 _NO_GRPC = (
-    "what listens there does not speak HTTP/2, so it is no gRPC server, but perhaps a metrics port (9464) or "
-    f"a web server; expected what npugrad-server prints as listening on, port {DEFAULT_PORT} by default"
+    "what listens there does not speak HTTP/2, so it is not a gRPC server: perhaps a metrics port "
+    "(9464) or a web server. Use the address that npugrad-server prints as listening on, "
+    f"port {DEFAULT_PORT} by default"
 )
 _OTHER_CONTRACT = (
-    f"found a server that does not know this method of {_CONTRACT}; expected one that speaks {_CONTRACT}, as "
+    f"the server does not know this method of {_CONTRACT}; it has to speak {_CONTRACT}, as "
     f"this client of version {npugrad.__version__} does"
 )
 _UNRESOLVED = re.compile(r"errors resolving|dns resolution failed", re.I)

@@ -171,7 +171,7 @@ def test_what_grpc_raises_is_translated(stream_from_bytes: int) -> None:
     assert isinstance(refused, ServerBusy)
     assert refused.retry_after_s == 7
     assert isinstance(late, DeadlineExceeded)
-    assert "found a server that does not know this method of npugrad.v1" in str(unknown)
+    assert "the server does not know this method of npugrad.v1" in str(unknown)
     assert isinstance(run(work(service.address))[0], ConnectError)
 
 

@@ -267,7 +267,7 @@ def test_an_open_asynchronous_client_forbids_another_in_a_child_and_allows_a_blo
         print("parent ok")
         """)
     assert [line.partition(",")[0] for line in found[:2]] == [
-        "RuntimeError: found a process that was forked while an AsyncClient was open"
+        "RuntimeError: this process was forked while an AsyncClient was open"
     ] * 2
     assert found[2:] == ["ok", "ok", "ok", "parent ok"]
 

@@ -131,15 +131,15 @@ def test_a_plain_client_of_an_encrypted_server_is_an_error(service: str) -> None
 
 @pytest.mark.parametrize("half", ["certificate", "key"])
 def test_half_of_a_pair_is_refused(half: str) -> None:
-    with pytest.raises(ValueError, match=f"tls: found a {half} without a "):
+    with pytest.raises(ValueError, match=f"tls: a {half} needs a "):
         Tls(**{half: b"-----BEGIN X"})  # type: ignore[arg-type]
 
 
 def test_what_is_no_pem_is_refused_at_once_by_name(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="tls: ca: found no PEM block; expected -----BEGIN"):
+    with pytest.raises(ValueError, match="tls: ca: no PEM block"):
         Client("localhost:1", tls=Tls(ca=b"nonsense"))
     (tmp_path / "x").write_text("nonsense")
-    with pytest.raises(ValueError, match=r"tls: ca: found no PEM block in .*x; expected"):
+    with pytest.raises(ValueError, match=r"tls: ca: no PEM block .* in .*x"):
         Client("localhost:1", tls=Tls(ca=tmp_path / "x"))
     with pytest.raises(FileNotFoundError):
         Client("localhost:1", tls=Tls(ca=tmp_path / "y"))

@@ -155,7 +155,7 @@ def test_files_that_do_not_belong_together_change_nothing(
     files.put(files.key, AUTHORITY.issue_cert("x").private_key_pem.bytes())
     with caplog.at_level(logging.WARNING, "npugrad_client"):
         assert looked(source) == before
-    assert "found files that changed and cannot be used; the old ones stay" in caplog.text
+    assert "the changed files cannot be used, so the old ones stay in use" in caplog.text
     files.renew("second.example.org")
     assert looked(source)[1] == files.certificate.read_bytes()
 

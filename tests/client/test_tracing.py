@@ -349,6 +349,6 @@ def test_a_client_that_traces_by_the_global_provider_can_be_pickled_and_no_other
         assert copy._tracing is not None
     with (
         Client("localhost", tracing=spans.provider) as client,
-        pytest.raises(TypeError, match="expected True"),
+        pytest.raises(TypeError, match="use tracing=True"),
     ):
         pickle.dumps(client)

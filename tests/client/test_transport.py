@@ -213,7 +213,7 @@ def test_a_deadline_ends_a_call_that_stalls(stream_from_bytes: int) -> None:
         with pytest.raises(DeadlineExceeded) as caught:
             client.group_norm_backward(**group_norm(), timeout_s=0.3)
         gate.open()
-    assert str(caught.value) == (f"group_norm_backward: found no answer from {service.address} within 0.3 s")
+    assert str(caught.value) == (f"group_norm_backward: no answer from {service.address} within 0.3 s")
     assert not caught.value.retryable
 
 

@@ -25,7 +25,7 @@ _PAST: dict[str, Any] = {
     "not_before": datetime.datetime(2020, 1, 1, tzinfo=datetime.timezone.utc),
     "not_after": datetime.datetime(2021, 1, 1, tzinfo=datetime.timezone.utc),
 }
-_WANTS_ANOTHER = "as a server does that wants a certificate of the client, or another one (gRPC: "
+_WANTS_ANOTHER = "as a server does that wants a client certificate, or a different one (gRPC: "
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,7 @@ def test_a_client_without_the_right_certificate_reads_why(
 
 
 def test_a_plain_client_reads_that_the_server_is_encrypted(mutual: ServerProcess) -> None:
-    refusal(mutual.address, None, "as a server does that speaks TLS only (gRPC: ")
+    refusal(mutual.address, None, "as a server does that only speaks TLS (gRPC: ")
 
 
 def test_an_encrypted_client_reads_that_the_server_is_plain(
@@ -93,7 +93,7 @@ def test_an_encrypted_client_reads_that_the_server_is_plain(
 def test_a_client_that_trusts_another_authority_reads_it(
     mutual: ServerProcess, certificates: Certificates
 ) -> None:
-    said = "the server's certificate is of an authority that is not trusted; set it with Tls(ca=...)"
+    said = "the server's certificate is signed by an authority that is not trusted; name it with Tls(ca=...)"
     failure(mutual.address, Tls(ca=certificates.client_ca), said)
 
 
@@ -104,7 +104,7 @@ def test_a_client_that_expects_another_name_reads_it(
     tls = Tls(
         ca=certificates.authority, certificate=certificate, key=key, server_name="elsewhere.example.org"
     )
-    said = "the server's certificate has another name than the target; set it with Tls(server_name=...)"
+    said = "the server's certificate is for another name than the target; set it with Tls(server_name=...)"
     failure(mutual.address, tls, said)
 
 
@@ -117,7 +117,7 @@ def test_a_client_with_files_that_do_not_fit_reads_it(
     parts[wrong] = (
         other if wrong == "key" else b"-----BEGIN CERTIFICATE-----\nxx\n-----END CERTIFICATE-----\n"
     )
-    said = "ca, certificate or key cannot be used, or the key is of another certificate"
+    said = "ca, certificate or key cannot be used, or the key belongs to another certificate"
     failure(mutual.address, Tls(**parts), said)
 
 

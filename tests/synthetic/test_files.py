@@ -46,7 +46,7 @@ def test_attributes_come_back_from_a_file(tmp_path: Path, call: CallMeta) -> Non
 
 def test_a_scalar_of_bits_without_a_type_is_told(tmp_path: Path) -> None:
     np.savez(tmp_path / "call.npz", alpha=np.array(1.5, ml_dtypes.bfloat16))
-    with pytest.raises(FileError, match=r"alpha: found raw 2-byte elements; .*alpha=bfloat16"):
+    with pytest.raises(FileError, match=r"alpha: raw 2-byte elements without a type; .*alpha=bfloat16"):
         files.read_call(SYNTHETIC, tmp_path / "call.npz")
 
 
@@ -54,7 +54,7 @@ def test_what_may_be_left_out_is_not_missing() -> None:
     with pytest.raises(FileError) as caught:
         files.check_complete(SYNTHETIC, {})
     missing = [param.name for param in SYNTHETIC.attrs if not param.optional]
-    assert f"found no value of {', '.join(missing)}; expected" in str(caught.value)
+    assert f"no value for {', '.join(missing)}; set" in str(caught.value)
 
 
 @pytest.mark.parametrize(

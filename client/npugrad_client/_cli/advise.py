@@ -42,7 +42,7 @@ def advise(
         list[str] | None, typer.Argument(metavar="[ARGUMENTS]...", help="Arguments of the script.")
     ] = None,
     steps: Annotated[
-        int, typer.Option(min=0, help="End the script after so many backward passes; 0 for never.")
+        int, typer.Option(min=0, help="End the script after this many backward passes; 0: never.")
     ] = 6,
     target: Targets = DEFAULT_TARGETS,
     encrypted: Encrypted = False,
@@ -56,15 +56,15 @@ def advise(
 ) -> None:
     """Run a PyTorch script and report which operators of its backward passes are worth offloading.
 
-    Each kind of calls is sent some times on its own operands; the script's gradients stay PyTorch's own. The
-    first backward pass warms up; then calls are measured here and sent, one pass each.
+    Calls of each kind are also sent a few times; the script itself keeps PyTorch's gradients. The
+    first backward pass is a warm-up. Later ones measure calls locally and sent, in turn.
 
     Exit status 0: there is advice; 1: the script or the server failed, or there was no backward pass; 2:
     wrong usage.
     """
     with reporting():
         if not script.is_file():
-            raise FileError(f"SCRIPT: found no file {str(script)!r}; expected a Python program")
+            raise FileError(f"SCRIPT: there is no file {str(script)!r}")
         how = tls(encrypted, tls_ca, tls_certificate, tls_key)
         with connect(target, timeout, how, AT_ONCE) as client:
             server = client.server_info()  # who has no server need not wait for the script
@@ -80,9 +80,7 @@ def _measured(client: Client, script: Path, arguments: list[str], steps: int) ->
     try:
         from npugrad_client.torch import _advise  # here, because it needs the extra `torch`
     except ImportError as error:
-        raise FileError(
-            f"found no PyTorch ({error}); expected the extra: pip install 'npugrad[torch]'"
-        ) from None
+        raise FileError(f"npugrad advise needs PyTorch ({error}): pip install 'npugrad[torch]'") from None
     try:
         return _advise.advise(client, script, arguments, steps)
     except _advise.ScriptError as error:
@@ -98,7 +96,7 @@ def _as_dict(advice: Advice) -> dict[str, Any]:
 def _show(script: Path, target: str, server: ServerInfo, advice: Advice) -> None:
     devices = ", ".join(sorted({d.backend + " (simulated)" * d.simulated for d in server.devices}))
     passes = f"{advice.passes} backward pass{'es' * (advice.passes > 1)}"
-    warm = "after one to warm up" if advice.is_warm else "which was the first: it had to warm up"
+    warm = "after one to warm up" if advice.is_warm else "the first one, which includes warming up"
     out.print(f"{script}: {passes}, {warm}; server {target}: {server.product}, {devices}", soft_wrap=True)
     if advice.rows:
         _show_rows(advice.rows)
@@ -124,11 +122,11 @@ def _show_rows(rows: tuple[KindAdvice, ...]) -> None:
 def _sentences(advice: Advice) -> list[str]:
     """What follows from the table, in words."""
     step = "" if advice.step_s is None else f", a step {_ms(advice.step_s)}"
-    known = f"{_ms(advice.known_s)} of it in operators that the service knows"
+    known = f"{_ms(advice.known_s)} of it in operators that the service has"
     lines = [f"A backward pass takes {_ms(advice.backward_s)} here, {known}{step}."]
     if not any(row.remote_s is not None for row in advice.rows):
         return [*lines, "There is nothing to send."]
-    lines.append(f"With all of them sent it would take about {_ms(advice.all_sent_s)}.")
+    lines.append(f"With all of these sent, it would take about {_ms(advice.all_sent_s)}.")
     sent = [row for row in advice.rows if row.send]
     if not sent:
         return [*lines, "Send nothing: every operator is faster here."]
@@ -137,7 +135,7 @@ def _sentences(advice: Advice) -> list[str]:
     least = min(row.bytes for row in sent)
     small = ", min_bytes=0" if least < MIN_BYTES else ""
     lines.append(
-        f"With those sent that are worth it, about {_ms(advice.advised_s)}: "
+        f"With only those sent that are worth it, about {_ms(advice.advised_s)}: "
         f'remote(client, policy="faster"{small}).'
     )
     return lines

@@ -69,7 +69,9 @@ def bench(
         ),
     ] = "",
     dtype: Annotated[str, typer.Option(help="Element type; the operator's first one by default.")] = "",
-    label: Annotated[str, typer.Option(help="Label of the calls: the tenant; bench by default.")] = "",
+    label: Annotated[
+        str, typer.Option(help="Label of the calls; labels share the devices fairly. Default: bench.")
+    ] = "",
     priority: Annotated[int | None, typer.Option(help="Priority of the calls, -100 to 100.")] = None,
     rate: Annotated[
         str, typer.Option(metavar="R[:R]", help="Open loop: calls a second, or a ramp such as 50:200.")
@@ -111,7 +113,9 @@ def bench(
     ] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the report as JSON.")] = None,
     csv_file: Annotated[Path | None, typer.Option("--csv", help="Write a line for each time window.")] = None,
-    html_file: Annotated[Path | None, typer.Option("--html", help="Write the report as a page.")] = None,
+    html_file: Annotated[
+        Path | None, typer.Option("--html", help="Write the report as an HTML page.")
+    ] = None,
     target: Targets = DEFAULT_TARGETS,
     encrypted: Encrypted = False,
     tls_ca: Authority = None,
@@ -229,9 +233,11 @@ def _find_capacity(
 
     slo = scenario.slo or capacity.UNLIMITED
     if scenario.max_calls:
-        raise ScenarioError("--find-capacity: found a number of calls; expected trials that end by time")
+        raise ScenarioError("--find-capacity: trials end by time, so leave out the number of calls")
     if scenario.arrival == "trace" or len(scenario.stages) > 1:
-        raise ScenarioError("--find-capacity: found a trace or several stages; expected one stage to scale")
+        raise ScenarioError(
+            "--find-capacity: the scenario has a trace or several stages; it needs one stage to scale"
+        )
 
     def measure(rate: float) -> capacity.CapacityTrial:
         result = _trial(capacity.at_rate(first, rate), server)
@@ -294,7 +300,7 @@ def _check_search(precision: float, csv_file: Path | None, html_file: Path | Non
 
     for name, path in (("csv", csv_file), ("html", html_file)):
         if path is not None:
-            raise ScenarioError(f"--{name}: found it beside --find-capacity; expected --json, or neither")
+            raise ScenarioError(f"--{name} cannot be combined with --find-capacity, which writes --json only")
     try:
         check_precision(precision)
     except ScenarioError as error:
@@ -340,10 +346,12 @@ def scenarios() -> None:
 @app.command()
 def report(
     file: Annotated[Path, typer.Argument(metavar="A.json", help="JSON of a run.", show_default=False)],
-    html_file: Annotated[Path | None, typer.Option("--html", help="Write the report as a page.")] = None,
+    html_file: Annotated[
+        Path | None, typer.Option("--html", help="Write the report as an HTML page.")
+    ] = None,
     csv_file: Annotated[Path | None, typer.Option("--csv", help="Write a line for each window.")] = None,
 ) -> None:
-    """Show a run again, or make other reports of it."""
+    """Show a saved run again, or write other reports from it."""
     from npugrad_client.bench.result import load_result
     from npugrad_client.bench.show import show_result
 
@@ -356,9 +364,9 @@ def report(
 @app.command(help=COMPARE_HELP)
 def compare(
     a: Annotated[Path, typer.Argument(metavar="A.json", help="JSON of the first run.", show_default=False)],
-    b: Annotated[Path, typer.Argument(metavar="B.json", help="JSON of the second one.", show_default=False)],
+    b: Annotated[Path, typer.Argument(metavar="B.json", help="JSON of the second run.", show_default=False)],
     margin: Annotated[float, typer.Option(help="Ignore smaller relative changes.")] = 0.05,
-    confidence: Annotated[float, typer.Option(help="Confidence level of all intervals together.")] = 0.95,
+    confidence: Annotated[float, typer.Option(help="Joint confidence level of all intervals.")] = 0.95,
     allow_flawed: Annotated[
         bool,
         typer.Option(

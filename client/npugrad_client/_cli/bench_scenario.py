@@ -27,7 +27,7 @@ def scenario_of(name: str, given: dict[str, Any]) -> Scenario:
         keys = ("operator", "size", "dtype", "label", "priority")
         named = [key for key in keys if given[key] not in ("", None)]
         if named:
-            raise ScenarioError(f"--{named[0]}: found it beside --scenario; expected it in the file")
+            raise ScenarioError(f"--{named[0]} cannot be combined with --scenario: set it in the file")
         base = _with_inputs(load_scenario(name), given["inputs"], given["digest"])
     else:
         base = Scenario((_workload(given),), (LoadStage(1, 1, 10.0),), arrival="closed")
@@ -98,9 +98,9 @@ def _load(base: Scenario, given: dict[str, Any]) -> dict[str, Any]:
     from npugrad_client.bench.units import parse_duration
 
     if given["rate"] and given["concurrency"]:
-        raise ScenarioError("--concurrency: found it beside --rate; expected one of them")
+        raise ScenarioError("--rate and --concurrency cannot be combined")
     if given["poisson"] and not given["rate"]:
-        raise ScenarioError("--poisson: found no --rate; expected one")
+        raise ScenarioError("--poisson needs --rate")
     duration_s = at_key("--duration", parse_duration, given["duration"]) if given["duration"] else None
     if given["rate"] or given["concurrency"]:
         flag = "rate" if given["rate"] else "concurrency"
@@ -111,7 +111,9 @@ def _load(base: Scenario, given: dict[str, Any]) -> dict[str, Any]:
     if duration_s is None:
         return {}
     if len(base.stages) > 1 or base.arrival == "trace":
-        raise ScenarioError("--duration: found a scenario whose file says it; expected --rate beside it")
+        raise ScenarioError(
+            "--duration: the scenario's file sets it; give --rate as well to replace its load"
+        )
     longer = tuple(replace(stage, duration_s=duration_s) for stage in base.stages)
     return {"stages": longer, "window_s": 0.0}
 

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 FAILED, USAGE, MISSED, INVALID, INTERRUPTED, DIED, GIVEN_UP = 1, 2, 3, 4, 5, 6, 130
 
 STATUSES: Mapping[int, str] = {
-    0: "done; objectives kept",
-    FAILED: "no answer, or calls failed and no objective says how many may",
+    0: "done; objectives met",
+    FAILED: "no answers, or calls failed and no objective allows failures",
     USAGE: "wrong usage",
     MISSED: "an objective was missed",
     INVALID: "the client was the bottleneck, or a search did not settle",
@@ -24,15 +24,15 @@ STATUSES: Mapping[int, str] = {
 OF_COMPARE: Mapping[int, str] = {
     0: "no difference, or faster",
     FAILED: "failed",
-    USAGE: "wrong usage, runs that did not send the same, or a run that has a flaw",
+    USAGE: "wrong usage, runs of different scenarios, or a flawed run",
     MISSED: "slower, or more errors",
     INVALID: "too short or too unsteady to tell",
 }
 _VERBATIM = "\b\n"
 """Has the command line's library keep the lines of a paragraph."""
 _WRITTEN = (
-    "The reports that were asked for are written whatever the status, but for wrong usage. After 4, 5, 6 and "
-    "130 they say what happened, no objective counts as kept, and `compare` refuses them."
+    "Requested reports are written whatever the status, except after wrong usage. After 4, 5, 6 and "
+    "130 they say what happened, count no objective as met, and are refused by `compare`."
 )
 _EXAMPLES = (
     f"{_VERBATIM}Examples:\n"
@@ -49,14 +49,14 @@ def _listed(statuses: Mapping[int, str]) -> str:
 HELP = "\n\n".join(
     (
         "Measure a server, find its capacity, compare two measurements.",
-        "With --rate calls are sent on a schedule whatever the answers do, and latency counts from when a "
-        "call was meant to start. With --concurrency each of N callers waits for its answer.",
+        "With --rate, calls are sent on a schedule, however long answers take, and latency counts from the "
+        "scheduled start. With --concurrency, each of N callers waits for its answer before it sends again.",
         _EXAMPLES,
         _listed(STATUSES),
         _WRITTEN,
     )
 )
-COMPARE_HELP = "\n\n".join(("Say whether a second run differs from a first one.", _listed(OF_COMPARE)))
+COMPARE_HELP = "\n\n".join(("Say whether the second run differs from the first.", _listed(OF_COMPARE)))
 
 
 def capacity_status(found: Capacity) -> int:

@@ -87,7 +87,7 @@ def tls(encrypted: bool, ca: str | None, certificate: str | None, key: str | Non
         return None
     if bool(certificate) != bool(key):
         found, lacking = ("certificate", "key") if certificate else ("key", "certificate")
-        raise FileError(f"--tls-{found}: found it without --tls-{lacking}; expected both or neither")
+        raise FileError(f"--tls-{found} needs --tls-{lacking}")
     return Tls(ca=ca or None, certificate=certificate or None, key=key or None)
 
 
@@ -103,9 +103,7 @@ def refuse_tls_without_target(context: typer.Context) -> None:
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
             option = "--tls" if name == "encrypted" else f"--{name.replace('_', '-')}"
-            raise FileError(
-                f"{option}: found it without --target; expected both, as the demo's own service is plain"
-            )
+            raise FileError(f"{option} needs --target: the demo's own service is not encrypted")
 
 
 def connect(
@@ -132,9 +130,7 @@ def servers_of(targets: Sequence[str], how: Tls | None) -> Servers:
     """
     found = [complete_target(address) for address in addresses(targets) if address]
     if not found:
-        raise ValueError(
-            f"--target: found {' '.join(targets)!r}; expected addresses with commas between them"
-        )
+        raise ValueError(f"--target: no address in {' '.join(targets)!r}")
     if how is not None:
         try:
             how.read()

@@ -58,7 +58,7 @@ def read_call(
     for key, array in found.items():
         name = key.removesuffix(_BF16)
         if name in operands or name in values:
-            raise FileError(f"{path}: found both {name} and {name}{_BF16}; expected one of them")
+            raise FileError(f"{path}: has both {name} and {name}{_BF16}; keep one of them")
         if name in inputs or attrs[name] == "scalar":
             is_bf16 = key != name or name in as_bf16
             found_in = operands if name in inputs else values
@@ -80,12 +80,12 @@ def _load(path: Path) -> dict[str, npt.NDArray[Any]]:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
             return {name: archive[name] for name in archive.files}
     except FileNotFoundError:
-        raise FileError(f"{path}: found no such file") from None
+        raise FileError(f"{path}: no such file") from None
     except (OSError, EOFError, ValueError, zipfile.BadZipFile, zlib.error) as error:
-        raise FileError(f"{path}: found no readable .npz file: {error}") from None
+        raise FileError(f"{path}: not a readable .npz file: {error}") from None
     except (AttributeError, TypeError):  # a .npy file is an array, which is no context manager
         raise FileError(
-            f"{path}: found a single array; expected a .npz file, as numpy.savez writes"
+            f"{path}: holds a single array, and is not an .npz file as numpy.savez writes"
         ) from None
 
 
@@ -115,8 +115,8 @@ def _bits_to_bf16(name: str, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
 def _plain(name: str, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     if array.dtype.kind == "V" and array.dtype.fields is None:
         raise FileError(
-            f"{name}: found raw {array.dtype.itemsize}-byte elements; expected a type, so add "
-            f"--dtype {name}=bfloat16 if that is what they are"
+            f"{name}: raw {array.dtype.itemsize}-byte elements without a type; add "
+            f"--dtype {name}=bfloat16 if they are bfloat16"
         )
     return array
 
@@ -140,8 +140,7 @@ def check_complete(record: OpRecord, attrs: Mapping[str, Any]) -> None:
     if missing:
         names = ", ".join(missing)
         raise FileError(
-            f"{record.name}: found no value of {names}; "
-            f"expected --attr {missing[0]}=VALUE or a key in the file"
+            f"{record.name}: no value for {names}; set --attr {missing[0]}=VALUE or a key in the file"
         )
 
 

@@ -126,15 +126,15 @@ class Capacity:
     def __str__(self) -> str:  # noqa: C901 -- one sentence for each way to end
         """The finding, and how sure it is."""
         if not self.rate and self.died:
-            return f"The search died before a rate was found that keeps the objectives: {self.died}"
+            return f"The search died before a rate was found that meets the objectives: {self.died}"
         if not self.rate and self.is_interrupted:
-            return "interrupted before a rate was found that keeps the objectives"
+            return "interrupted before a rate was found that meets the objectives"
         if not self.rate and self.is_client_limited:
-            return "No rate was found: the client cannot send what was to be tried."
+            return "No rate was found: the client cannot send at the rates to be tried."
         if not self.rate and not self.is_settled:
             return "No rate was found: the server is too unsteady, or the trials too short."
         if not self.rate:
-            return "No rate was found that keeps the objectives."
+            return "No rate was found that meets the objectives."
         met, tried = self.tried(self.rate)
         text = f"capacity {self.rate:.4g}/s: kept in {met} of {tried} trials"
         if self.least_share_met:

@@ -164,7 +164,7 @@ def compare(
     _check_same(a, b)
     told = tuple(f"{name}: {flaw.message}" for name, run in (("A", a), ("B", b)) for flaw in flaws(run))
     if told and not allow_flawed:
-        raise ScenarioError(f"{' '.join(told)} Expected runs without a flaw, or --allow-flawed.")
+        raise ScenarioError(f"{' '.join(told)} Compare runs without flaws, or use --allow-flawed.")
     runs = [_Run(a, "A"), _Run(b, "B")]
     metrics = [*_PERCENTILES, *(["throughput"] if a.is_closed else []), "errors"]
     deciding = [name for name in metrics if name not in _SHOWN_ONLY]

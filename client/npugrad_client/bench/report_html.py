@@ -193,7 +193,9 @@ def _unserved(result: Result) -> str:
     if not result.failed and not result.dropped:
         return ""
     share = format_share(result.error_share)
-    text = f"Of the answers. {share} of the calls had none; objectives count those as infinitely slow."
+    text = (
+        f"Of answered calls. {share} of the calls had no answer; objectives count these as infinitely slow."
+    )
     return f'<p class="faint">{escape(text)}</p>'
 
 

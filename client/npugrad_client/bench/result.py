@@ -197,7 +197,7 @@ class Result:
                 environment=values["environment"],
             )
         except (KeyError, TypeError, AttributeError, ArithmeticError) as error:
-            raise ValueError(f"found {type(error).__name__} {error} in it; expected a whole report") from None
+            raise ValueError(f"not a whole report: {type(error).__name__} {error}") from None
 
     def as_csv(self) -> str:
         """A line for each window: what a spreadsheet wants."""
@@ -239,11 +239,11 @@ def _check_scenario(scenario: Any) -> Any:
     """The scenario of a report, in which nothing is missing that reports show."""
     missing = [key for key in _SCENARIO_KEYS if key not in scenario]
     if missing:
-        raise ValueError(f"scenario: found no {missing[0]}; expected a whole report")
+        raise ValueError(f"scenario: {missing[0]} is missing, so this is not a whole report")
     for workload in scenario["workloads"]:
         missing = [key for key in _WORKLOAD_KEYS if key not in workload]
         if missing:
-            raise ValueError(f"scenario.workloads: found no {missing[0]}; expected a whole report")
+            raise ValueError(f"scenario.workloads: {missing[0]} is missing, so this is not a whole report")
     return scenario
 
 

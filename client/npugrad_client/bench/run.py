@@ -142,7 +142,7 @@ def _receive(connection: Connection) -> Any:
     try:
         return connection.recv()
     except (EOFError, OSError):
-        raise WorkerDied("a worker process of the load test died; expected it to run to its end") from None
+        raise WorkerDied("a worker process of the load test died") from None
 
 
 def _measured(

@@ -104,7 +104,7 @@ class WeightedWorkload:
         check(self.dtype in supported, "dtype", self.dtype, ", ".join(supported))
         check(math.isfinite(self.weight) and self.weight > 0, "weight", self.weight, "a number above 0")
         check(self.inputs in INPUTS, "inputs", self.inputs, ", ".join(INPUTS))
-        check(not self.digest or self.inputs == "recipe", "inputs", self.inputs, "recipe, beside a digest")
+        check(not self.digest or self.inputs == "recipe", "inputs", self.inputs, "recipe, with a digest")
         problem = CallOptions(priority=self.priority, label=self.label).problem()
         if problem is not None:
             raise ScenarioError(f"{problem[0]}: {problem[1]}")
@@ -267,7 +267,7 @@ class Scenario:
         check(0 < self.timeout_s <= 86400, "timeout", self.timeout_s, "above 0 s and up to a day")
         check(0 <= self.warm_up_s <= _WEEK_S, "warm_up", self.warm_up_s, "0 s and up to a week")
         is_paced = self.arrival == "trace" and self.warm_up_s > 0
-        check(not is_paced, "warm_up", self.warm_up_s, "nothing beside a trace, which says when calls start")
+        check(not is_paced, "warm_up", self.warm_up_s, "none with a trace, which says when calls start")
         check(self.max_calls >= 0, "calls", self.max_calls, "0 or more")
         check(self.seed >= 0, "seed", self.seed, "0 or more")
         for stage in self.stages:
@@ -292,7 +292,12 @@ class Scenario:
         """Reports tell workloads apart by their names."""
         names = [each.name for each in self.workloads]
         for index, name in enumerate(names):
-            check(name not in names[:index], f"workloads[{index}].name", name, "another than those before it")
+            check(
+                name not in names[:index],
+                f"workloads[{index}].name",
+                name,
+                "a name that no other workload has",
+            )
 
     def _check_stage(self, stage: LoadStage) -> None:
         check(0 < stage.duration_s <= _WEEK_S, "duration", stage.duration_s, "above 0 s and up to a week")

@@ -300,5 +300,5 @@ def _slo(text: str) -> Slo:
 
 def _trace_stages(trace: Sequence[tuple[float, int]], given: Mapping[str, Any]) -> tuple[LoadStage, ...]:
     for key in ("load", "warm_up"):
-        check(key not in given, key, given.get(key), "nothing beside a trace, which says when calls start")
+        check(key not in given, key, given.get(key), "none with a trace, which says when calls start")
     return (trace_stage(trace),)

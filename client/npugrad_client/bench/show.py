@@ -49,7 +49,7 @@ def show_result(console: Console, result: Result) -> None:
         console.print(text, soft_wrap=True)
     made = [each["name"] for each in result.scenario["workloads"] if each["inputs"] == "recipe"]
     if made:
-        console.print(f"operands made by the server, none of them sent: {', '.join(made)}", soft_wrap=True)
+        console.print(f"operands made by the server, not sent: {', '.join(made)}", soft_wrap=True)
     _show_notes(console, result)
 
 
@@ -76,8 +76,8 @@ def _show_notes(console: Console, result: Result) -> None:
         console.print(f"failed: {count} x {reason}")
     if result.answered and (result.failed or result.dropped):
         console.print(
-            f"Latencies are those of the answers; objectives count the {format_share(result.error_share)} of "
-            "the calls without one as infinitely slow.",
+            f"Latencies are those of answered calls; objectives count the {format_share(result.error_share)} "
+            "of calls without an answer as infinitely slow.",
             soft_wrap=True,
         )
     if result.dropped:
@@ -85,8 +85,8 @@ def _show_notes(console: Console, result: Result) -> None:
     calls, warm_up_s = result.scenario["max_calls"], result.scenario["warm_up_s"]
     if calls and result.warmed_up == calls:
         console.print(
-            f"--calls: found {calls}, all of them sent in the warm-up; expected more, or a --warm-up "
-            f"that is shorter than {warm_up_s:g} s",
+            f"--calls: all {calls} were sent in the warm-up; use more, or a --warm-up "
+            f"shorter than {warm_up_s:g} s",
             soft_wrap=True,
         )
     if result.is_closed:
@@ -102,7 +102,7 @@ def refusal(reasons: Sequence[str]) -> str:
     return (
         "No figures: the client was the bottleneck, so they would not be the server's.\n"
         + "".join(f"  {reason}\n" for reason in reasons)
-        + f"{ADVICE} --allow-client-bound reports and judges all the same."
+        + f"{ADVICE} --allow-client-bound reports and judges anyway."
     )
 
 
@@ -128,8 +128,8 @@ def show_comparison(console: Console, comparison: RunComparison) -> None:
         note = "" if difference.decides else "; shown only, does not decide"
         console.print(f"  {difference}{note}", soft_wrap=True)
     console.print(
-        f"{format_share(comparison.confidence)} confidence over the figures that decide; "
-        f"what is within {format_share(comparison.margin)}, and errors within {format_share(ERROR_MARGIN)} "
+        f"{format_share(comparison.confidence)} joint confidence; "
+        f"changes within {format_share(comparison.margin)}, and errors within {format_share(ERROR_MARGIN)} "
         "of the calls, count as no difference.",
         soft_wrap=True,
     )

@@ -94,7 +94,7 @@ class Distribution:
             base64.b64decode(text, validate=True)
             return cls(HdrHistogram.decode(text.encode("ascii")))
         except Exception as error:  # the library raises whatever its parts do
-            raise ValueError(f"found no HDR histogram: {type(error).__name__}") from None
+            raise ValueError(f"not an HDR histogram: {type(error).__name__}") from None
 
 
 class Sketch:

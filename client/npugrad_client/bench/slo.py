@@ -132,7 +132,7 @@ class Slo:
         for part in filter(None, (part.strip() for part in text.split(","))):
             name, _, value = (piece.strip() for piece in part.partition("="))
             if name in found:
-                raise ValueError(f"slo: found {name} more than once; expected each once")
+                raise ValueError(f"slo: {name} stands more than once")
             found[name] = Objective(name, _limit(name, value, part))
         if not found:
             raise ValueError(f"slo: found nothing; expected {_EXPECTED}")

@@ -25,16 +25,16 @@ def read_yaml(text: str) -> Any:
         _size(node, {}, set())
         return _made(loader, node)
     except yaml.YAMLError as error:
-        raise ValueError(f"found no YAML: {' '.join(str(error).split())}") from None
+        raise ValueError(f"not YAML: {' '.join(str(error).split())}") from None
     except RecursionError:
-        raise ValueError("found values nested too deeply; expected a scenario") from None
+        raise ValueError("values are nested too deeply") from None
 
 
 def _made(loader: yaml.SafeLoader, node: yaml.Node) -> Any:
     try:
         return loader.construct_document(node)
     except ValueError as error:  # such as a date with 13 months, or a number with thousands of digits
-        raise ValueError(f"found a value that is none: {error}") from None
+        raise ValueError(f"not a value: {error}") from None
 
 
 def _size(node: yaml.Node, known: dict[yaml.Node, int], above: set[yaml.Node]) -> int:
@@ -42,7 +42,7 @@ def _size(node: yaml.Node, known: dict[yaml.Node, int], above: set[yaml.Node]) -
     if node in known:
         return known[node]
     if node in above:
-        raise ValueError(f"line {_line(node)}: found a value that holds itself; expected one that ends")
+        raise ValueError(f"line {_line(node)}: a value contains itself")
     above.add(node)
     size = 1
     if isinstance(node, yaml.MappingNode):
@@ -52,7 +52,7 @@ def _size(node: yaml.Node, known: dict[yaml.Node, int], above: set[yaml.Node]) -
         size += sum(_size(child, known, above) for child in node.value)
     above.discard(node)
     if size > MAX_NODES:
-        raise ValueError(f"line {_line(node)}: found more than {MAX_NODES} values; expected fewer")
+        raise ValueError(f"line {_line(node)}: more than {MAX_NODES} values")
     known[node] = size
     return size
 
@@ -61,10 +61,10 @@ def _check_keys(node: yaml.MappingNode) -> None:
     seen: set[tuple[str, str]] = set()
     for key, _ in node.value:
         if not isinstance(key, yaml.ScalarNode):
-            raise ValueError(f"line {_line(key)}: found a key that is no text; expected a name")
+            raise ValueError(f"line {_line(key)}: a key must be text")
         name = (key.tag, str(key.value))
         if name in seen and key.tag != _MERGE:
-            raise ValueError(f"line {_line(key)}: found the key {key.value!r} twice; expected it once")
+            raise ValueError(f"line {_line(key)}: the key {key.value!r} stands twice")
         seen.add(name)
 
 

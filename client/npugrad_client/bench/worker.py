@@ -96,7 +96,7 @@ def work(connection: Connection, scenario: Scenario, worker: int, servers: Serve
     except (NpugradError, ValueError, TypeError, OSError) as error:
         _tell(connection, Failed(error))
     except MemoryError:
-        _tell(connection, Failed(ValueError("the operands do not fit into memory; expected smaller ones")))
+        _tell(connection, Failed(ValueError("the operands do not fit into memory")))
     finally:
         loop.close()
         connection.close()

@@ -59,7 +59,7 @@ def advise(client: Client, script: Path, arguments: Sequence[str], steps: int) -
         _run(script, arguments)
     if not profile.passes:
         raise ScriptError(
-            f"{script}: found no backward pass; expected it to call backward() or torch.autograd.grad, in "
+            f"{script}: there was no backward pass; it must call backward() or torch.autograd.grad, in "
             "its own process"
         )
     return profile.advice()
@@ -90,13 +90,13 @@ def _run(script: Path, arguments: Sequence[str]) -> None:
         pass
     except SystemExit as end:
         if end.code not in (None, 0):
-            raise ScriptError(f"{script} ended with {end.code!r}; nothing can be said of it") from None
+            raise ScriptError(f"{script} ended with {end.code!r}, so there is no advice") from None
     except NpugradError:
         raise
     except Exception as error:
         _print_traceback(error, script)
         name = type(error).__name__
-        raise ScriptError(f"{script} failed with {name}, see above; nothing can be said of it") from None
+        raise ScriptError(f"{script} failed with {name}, see above, so there is no advice") from None
     finally:
         sys.argv, sys.path[:] = argv, path
 

@@ -59,7 +59,7 @@ class DropIn:
         """
         with _lock:
             if self in _active:
-                raise RuntimeError("drop_in: found it installed; expected it not to be")
+                raise RuntimeError("drop_in: it is already installed")
             self._replaced = {name: sys.modules.get(name) for name in _STAND_INS}
             for name, stand_in in _STAND_INS.items():
                 if self._replaced[name] is not stand_in:
@@ -75,7 +75,7 @@ class DropIn:
         """
         with _lock:
             if not _active or _active[-1] is not self:
-                raise RuntimeError("drop_in: found another one, or none, installed last; expected this one")
+                raise RuntimeError("drop_in: it is not the one that was installed last")
             _active.pop()
             for name, module in self._replaced.items():
                 if sys.modules.get(name) is not _STAND_INS[name]:
@@ -184,7 +184,7 @@ class _StandIn(ModuleType):
 def _last() -> DropIn:
     with _lock:
         if not _active:
-            raise RuntimeError(f"{DEFORMABLE_DETR}: found no drop_in installed; expected one")
+            raise RuntimeError(f"{DEFORMABLE_DETR}: no drop_in is installed")
         return _active[-1]
 
 

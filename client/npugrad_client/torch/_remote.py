@@ -69,7 +69,7 @@ class Remote(ContextDecorator):
             RuntimeError: This thread has not entered it.
         """
         if not self._entered.modes:
-            raise RuntimeError("remote: found it left by a thread that had not entered it; expected the same")
+            raise RuntimeError("remote: this thread has not entered it")
         self._entered.modes.pop().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
         if self._fuser.is_on:
             restore()

@@ -63,7 +63,7 @@ def test_a_noisy_edge_is_found_within_its_noise() -> None:
 def test_no_rate_at_all() -> None:
     found = Search(lambda rate: trial(rate, False)).run(10)
     assert found.rate == 0
-    assert str(found) == "No rate was found that keeps the objectives."
+    assert str(found) == "No rate was found that meets the objectives."
 
 
 def test_a_client_that_cannot_send_more_is_told() -> None:
@@ -79,7 +79,7 @@ def test_a_client_that_cannot_send_more_is_told() -> None:
 def test_a_client_that_cannot_send_at_all_is_told_and_not_the_server() -> None:
     found = Search(lambda rate: CapacityTrial(rate, (), ("worker 0 was busy",))).run(100)
     assert found.is_client_limited
-    assert str(found) == "No rate was found: the client cannot send what was to be tried."
+    assert str(found) == "No rate was found: the client cannot send at the rates to be tried."
 
 
 def test_a_moment_of_a_busy_client_is_tried_again() -> None:

@@ -164,7 +164,7 @@ def test_a_run_that_has_a_flaw_is_refused_unless_told(
     with pytest.raises(ScenarioError) as caught:
         compare(a, b)
     assert str(caught.value).startswith(f"{'A' if is_first else 'B'}: {message}")
-    assert str(caught.value).endswith("Expected runs without a flaw, or --allow-flawed.")
+    assert str(caught.value).endswith("Compare runs without flaws, or use --allow-flawed.")
     allowed = compare(a, b, allow_flawed=True)
     (told,) = allowed.as_dict()["flaws"]
     assert message in told

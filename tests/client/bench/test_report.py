@@ -87,7 +87,7 @@ def test_a_page_of_what_went_wrong() -> None:
         "Interrupted: this is what was measured until then.",
         "The run died: a worker process of the load test died.",
         "The client was the bottleneck: calls were sent late: ",
-        "0.0999 % of the calls had none; objectives count those as infinitely slow.",
+        "0.0999 % of the calls had no answer; objectives count these as infinitely slow.",
     ):
         assert word in reader.text
 
@@ -230,7 +230,7 @@ def test_the_terminal_tells_the_verdict_first() -> None:
     assert file.getvalue().startswith("slower: p50: ")
     assert "p99: " in file.getvalue()
     assert (
-        "what is within 5 %, and errors within 0.1 % of the calls, count as no difference." in file.getvalue()
+        "changes within 5 %, and errors within 0.1 % of the calls, count as no difference." in file.getvalue()
     )
 
 
@@ -318,7 +318,7 @@ def test_reports_of_a_run_without_success() -> None:
 def test_reports_say_who_made_the_operands() -> None:
     made = result(workloads=(WeightedWorkload(GRID.operator, inputs="recipe", digest=True),))
     assert "operands are made by the server, which checks their digests" in parsed(page(made)).text
-    assert "operands made by the server, none of them sent: grid_sampler_2d_backward" in shown(made)
+    assert "operands made by the server, not sent: grid_sampler_2d_backward" in shown(made)
     assert "operands travel" in parsed(page(result())).text
     assert "made by the server" not in shown(result())
 
@@ -327,7 +327,7 @@ def test_reports_say_who_made_the_operands() -> None:
 def test_a_report_that_lacks_something_is_told(key: str) -> None:
     values = result().as_dict()
     del values["scenario"][key]
-    with pytest.raises(ValueError, match=f"scenario: found no {key}; expected a whole report"):
+    with pytest.raises(ValueError, match=f"scenario: {key} is missing"):
         Result.from_dict(values)
 
 

@@ -204,7 +204,7 @@ def test_what_is_wrong_is_told_with_its_key(change: dict[str, Any], message: str
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a: [", "found no YAML: while parsing"),
+        ("a: [", "not YAML: while parsing"),
         ("- 1", "scenario: found [1]; expected a mapping"),
         ("", "scenario: found None; expected a mapping"),
     ],
@@ -252,7 +252,7 @@ def test_traces_that_are_none(lines: str, message: str, tmp_path: Path) -> None:
 
 def test_a_trace_has_no_load_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text("0\n1\n", "utf-8")
-    with pytest.raises(ScenarioError, match="warm_up: found '1s'; expected nothing beside a trace"):
+    with pytest.raises(ScenarioError, match="warm_up: found '1s'; expected none with a trace"):
         load_scenario(written(tmp_path, TRACED + "warm_up: 1s\n"))
 
 
@@ -299,7 +299,9 @@ def test_recipes_are_those_of_the_seed_and_have_digests_by_choice() -> None:
 def test_tenants_of_one_shape_are_told_apart_by_their_labels() -> None:
     tenants = tuple(WeightedWorkload(GRID.operator, label=label) for label in ("live", "batch"))
     assert scenario(workloads=tenants).workloads == tenants
-    with pytest.raises(ScenarioError, match=r"workloads\[1\].name: found '.*'; expected another than those"):
+    with pytest.raises(
+        ScenarioError, match=r"workloads\[1\].name: found '.*'; expected a name that no other"
+    ):
         scenario(workloads=(GRID, WeightedWorkload(GRID.operator, priority=5)))
 
 

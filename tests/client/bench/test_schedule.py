@@ -108,7 +108,7 @@ def test_the_mix_has_the_weights() -> None:
 def test_a_trace_has_no_warm_up() -> None:
     """Nothing would be sent in it: the trace says when calls start."""
     trace = ((0.0, 0), (1.0, 0))
-    with pytest.raises(ScenarioError, match=r"warm_up: found 5\.0; expected nothing beside a trace"):
+    with pytest.raises(ScenarioError, match=r"warm_up: found 5\.0; expected none with a trace"):
         scenario("trace", stages=(trace_stage(trace),), trace=trace, warm_up_s=5.0)
 
 

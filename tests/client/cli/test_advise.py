@@ -99,7 +99,7 @@ def test_a_person_gets_a_table_and_sentences(
     ]  # fmt: skip
     assert sorted(line.split()[0] for line in lines[2:-3]) == ["group_norm_backward", "layer_norm_backward"]
     assert lines[-3].startswith("A backward pass takes ")
-    assert lines[-2].startswith("With all of them sent it would take about ")
+    assert lines[-2].startswith("With all of these sent, it would take about ")
     assert lines[-1].startswith(("Send nothing: every operator is faster here.", "With those sent"))
 
 
@@ -247,7 +247,7 @@ def test_what_the_documents_refuse_is_told_with_its_number(server: ServerProcess
 def test_a_script_without_a_backward_pass_is_told(server: ServerProcess, script: Any) -> None:
     path = script(MODEL + "model(x)\n")
     message = failed(run("advise", path, target=server.address), 1)
-    assert message.startswith(f"{path}: found no backward pass; expected it to call backward()")
+    assert message.startswith(f"{path}: there was no backward pass; it must call backward()")
 
 
 def test_a_backward_pass_without_a_known_operator_is_an_answer(server: ServerProcess, script: Any) -> None:
@@ -267,7 +267,7 @@ def test_a_script_that_fails_shows_its_own_traceback(server: ServerProcess, scri
     assert lines[1].startswith(f'  File "{path}", line ')
     assert "runpy" not in ran.stderr
     assert "ZeroDivisionError: division by zero" in lines
-    assert lines[-1] == f"{path} failed with ZeroDivisionError, see above; nothing can be said of it"
+    assert lines[-1] == f"{path} failed with ZeroDivisionError, see above, so there is no advice"
 
 
 def test_a_script_that_cannot_be_compiled_fails_too(server: ServerProcess, script: Any) -> None:
@@ -283,7 +283,7 @@ def test_a_script_that_ends_with_a_status_is_no_measurement(
 ) -> None:
     path = script(f"import sys\nsys.exit({code})\n")
     message = failed(run("advise", path, target=server.address), 1)
-    assert message == f"{path} ended with {shown}; nothing can be said of it\n"
+    assert message == f"{path} ended with {shown}, so there is no advice\n"
 
 
 def test_a_script_that_ends_by_exit_is_measured(server: ServerProcess, script: Any) -> None:
@@ -306,7 +306,7 @@ def test_a_failure_of_the_service_is_one_line(server: ServerProcess, script: Any
 @pytest.mark.parametrize("name", ["missing.py", "."])
 def test_what_is_no_file_is_wrong_usage(tmp_path: Path, name: str) -> None:
     message = failed(run("advise", str(tmp_path / name)), 2)
-    assert message.startswith("SCRIPT: found no file ")
+    assert message.startswith("SCRIPT: there is no file ")
 
 
 @pytest.mark.slow

@@ -154,7 +154,7 @@ def test_a_search_whose_client_is_the_bottleneck_says_so() -> None:
     *trials, verdict = done.stdout.splitlines()
     assert len(trials) == 2, "a moment of a busy client is tried again"
     assert all("/s answered  no trial, the client was the bottleneck: " in each for each in trials)
-    assert verdict == "No rate was found: the client cannot send what was to be tried."
+    assert verdict == "No rate was found: the client cannot send at the rates to be tried."
 
 
 @pytest.mark.slow
@@ -248,28 +248,31 @@ def test_the_help_tells_every_exit_status() -> None:
         ("--operator fused_floyd_attention_grad --size scale_value=big", "found 'big'; expected a number"),
         ("--dtype int8", "dtype: found 'int8'; expected float32, float16, bfloat16"),
         ("--operator relu", "OPERATOR: "),
-        ("--rate 5 --concurrency 2", "--concurrency: found it beside --rate; expected one of them"),
+        ("--rate 5 --concurrency 2", "--rate and --concurrency cannot be combined"),
         ("--rate fast", "--rate: found 'fast'; expected a number, or two for a ramp such as 50:200"),
         ("--rate 0", "--rate: found 0.0; expected above 0 somewhere in the stage"),
         ("--concurrency nan", "--concurrency: found nan; expected 0 to 65536"),
-        ("--poisson", "--poisson: found no --rate; expected one"),
-        ("--poisson --concurrency 2", "--poisson: found no --rate; expected one"),
+        ("--poisson", "--poisson needs --rate"),
+        ("--poisson --concurrency 2", "--poisson needs --rate"),
         ("--rate 5 --duration 0s", "--duration: found 0.0; expected above 0 s"),
         ("--concurrency 0.4", "--concurrency: found 0.4; expected a whole number of calls"),
         ("--inputs bits", "--inputs: found 'bits'; expected data, recipe"),
-        ("--digest", "--inputs: found 'data'; expected recipe, beside a digest"),
-        ("--scenario smoke --digest", "--inputs: found 'data'; expected recipe, beside a digest"),
-        ("--scenario smoke --priority 0", "--priority: found it beside --scenario; expected it in the file"),
-        ("--target ,", "--target: found ','; expected addresses with commas between them"),
+        ("--digest", "--inputs: found 'data'; expected recipe, with a digest"),
+        ("--scenario smoke --digest", "--inputs: found 'data'; expected recipe, with a digest"),
+        (
+            "--scenario smoke --priority 0",
+            "--priority cannot be combined with --scenario: set it in the file",
+        ),
+        ("--target ,", "--target: no address in ','"),
         ("--tls-ca nowhere.pem", "--tls: cannot read 'nowhere.pem': No such file or directory"),
-        ("--tls-key nowhere.pem", "--tls-key: found it without --tls-certificate; expected both or neither"),
+        ("--tls-key nowhere.pem", "--tls-key needs --tls-certificate"),
         (
             "--find-capacity --html x.html",
-            "--html: found it beside --find-capacity; expected --json, or neither",
+            "--html cannot be combined with --find-capacity, which writes --json only",
         ),
         (
             "--find-capacity --calls 5",
-            "--find-capacity: found a number of calls; expected trials that end by",
+            "--find-capacity: trials end by time, so leave out the number of calls",
         ),
         ("--find-capacity --precision nan", "--precision: found nan; expected 0.001 to 0.5"),
         ("--duration soon", "--duration: found 'soon'; expected a duration such as 50ms, 30s or 2m"),
@@ -288,10 +291,13 @@ def test_the_help_tells_every_exit_status() -> None:
         ("--slo p99=50", "--slo: p99: found '50'; expected a duration with its unit, such as 50ms or 50s"),
         ("--slo fast", "--slo: found 'fast'; expected p99=50ms"),
         ("--workers 0", "--workers: found 0; expected 1 to 64"),
-        ("--scenario smoke --size small", "--size: found it beside --scenario; expected it in the file"),
-        ("--scenario mixed-tenants --duration 1s", "--duration: found a scenario whose file says it"),
+        ("--scenario smoke --size small", "--size cannot be combined with --scenario: set it in the file"),
+        ("--scenario mixed-tenants --duration 1s", "--duration: the scenario's file sets it"),
         ("--scenario nowhere.yaml", "nowhere.yaml: found No such file or directory"),
-        ("--scenario mixed-tenants --find-capacity", "--find-capacity: found a trace or several stages"),
+        (
+            "--scenario mixed-tenants --find-capacity",
+            "--find-capacity: the scenario has a trace or several stages",
+        ),
         ("--json /nonexistent/a.json", "/nonexistent/a.json: cannot be written: No such file"),
         ("--html .", ".: cannot be written: Is a directory"),
         ("--find-capacity --json /dev/null/a", "/dev/null/a: cannot be written: Not a directory"),
@@ -311,7 +317,7 @@ def test_calls_that_the_warm_up_took_all_are_told(load: str) -> None:
         done = run("bench", load, *flags, ALL_THE_SAME, target=service.address)
     assert done.exit_code == 1
     assert len(service.methods) == 5 + 2, "5 and one with which each worker connects"
-    assert "--calls: found 5, all of them sent in the warm-up; expected more, or a --warm-up" in done.stdout
+    assert "--calls: all 5 were sent in the warm-up; use more, or a --warm-up" in done.stdout
 
 
 @pytest.mark.slow
@@ -393,7 +399,7 @@ def test_operands_are_made_by_the_server_by_a_flag(server: ServerProcess, tmp_pa
     flags = ["--inputs", "recipe", "--digest", "--concurrency", "1", "--calls", "4", "--json", str(path)]
     done = run("bench", *flags, ALL_THE_SAME, target=server.address)
     assert done.exit_code == 0, done.output
-    assert "operands made by the server, none of them sent: group_norm_backward" in done.stdout
+    assert "operands made by the server, not sent: group_norm_backward" in done.stdout
     (workload,) = json.loads(path.read_text("utf-8"))["scenario"]["workloads"]
     assert (workload["inputs"], workload["digest"], workload["request_bytes"]) == ("recipe", True, 0)
 
@@ -550,6 +556,6 @@ def test_an_interrupt_ends_a_whole_search(number: signal.Signals, tmp_path: Path
     flags = ["--find-capacity", "--rate", "20", "--duration", "60s", "--workers", "2", "--json", str(path)]
     status, output, errors = _interrupted(Counted(30), *flags, signals=(number,))
     assert status == 5, errors
-    assert output == "interrupted before a rate was found that keeps the objectives\n"
+    assert output == "interrupted before a rate was found that meets the objectives\n"
     found = json.loads(path.read_text("utf-8"))
     assert (found["interrupted"], found["settled"], found["capacity_per_s"]) == (True, False, 0)

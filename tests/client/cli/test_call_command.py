@@ -220,7 +220,7 @@ def test_what_cannot_be_written_is_told_before_the_call(file: str, tmp_path: Pat
 def test_all_missing_attributes_are_told(tmp_path: Path, out: Path) -> None:
     some = {name: value for name, value in group_norm().items() if name not in ("n", "output_mask")}
     told = failed(call(saved(tmp_path / "in.npz", some), out), 2)
-    assert told.startswith("group_norm_backward: found no value of n, output_mask; expected --attr n=VALUE")
+    assert told.startswith("group_norm_backward: no value for n, output_mask; set --attr n=VALUE")
 
 
 def test_text_is_no_operand(tmp_path: Path, out: Path) -> None:

@@ -235,11 +235,11 @@ def test_a_file_with_a_type_that_has_no_data_gets_the_documented_code(tmp_path: 
     ("arguments", "message"),
     [
         (["groupnorm"], "OPERATOR: found 'groupnorm'; did you mean group_norm_backward?"),
-        (["group_norm_backward"], "found no value of n, c, hxw, group; expected --attr n=VALUE"),
+        (["group_norm_backward"], "no value for n, c, hxw, group; set --attr n=VALUE"),
         (["group_norm_backward", *flags("--attr", ATTRS), "--meta", "x=float32[2]"], "unknown input 'x'"),
         (["group_norm_backward", *flags("--attr", ATTRS), "--output", "x=null"], "unknown output 'x'"),
         (["group_norm_backward", "--attr", "n=two"], "--attr n=two: expected an integer"),
-        (["group_norm_backward", "none.npz"], "none.npz: found no such file"),
+        (["group_norm_backward", "none.npz"], "none.npz: no such file"),
         (["group_norm_backward", "--meta", "mean"], "found 'mean'; expected NAME=DTYPE[SIZES]"),
     ],
     ids=["operator", "attributes", "input", "output", "number", "file", "meta"],

@@ -127,8 +127,8 @@ def test_who_is_not_let_in_reads_why_of_the_demo_too(
     mutual: ServerProcess, files: dict[str, str], certificates: Certificates
 ) -> None:
     for authority, said in (
-        (files["--tls-ca"], "wants a certificate of the client"),
-        (certificates.client_ca, "the server's certificate is of an authority that is not trusted"),
+        (files["--tls-ca"], "wants a client certificate"),
+        (certificates.client_ca, "the server's certificate is signed by an authority that is not trusted"),
     ):
         message = failed(run("demo", "--tls-ca", authority, "--target", mutual.address), 1)
         assert said in message
@@ -137,7 +137,7 @@ def test_who_is_not_let_in_reads_why_of_the_demo_too(
 @pytest.mark.parametrize("option", ["--tls", "--tls-ca=x", "--tls-certificate=x", "--tls-key=x"])
 def test_the_demos_own_service_is_plain(option: str) -> None:
     name = option.partition("=")[0]
-    expected = f"{name}: found it without --target; expected both, as the demo's own service is plain\n"
+    expected = f"{name} needs --target: the demo's own service is not encrypted\n"
     assert failed(run("demo", option), 2) == expected
 
 
@@ -165,12 +165,12 @@ def test_who_is_not_let_in_reads_why_and_is_not_told_to_start_a_server(
     mutual: ServerProcess, files: dict[str, str], certificates: Certificates
 ) -> None:
     message = failed(run("info", "--tls-ca", certificates.client_ca, target=mutual.address), 1)
-    assert "the server's certificate is of an authority that is not trusted" in message
+    assert "the server's certificate is signed by an authority that is not trusted" in message
     assert "npugrad-server serve" not in message
     message = failed(run("info", "--tls-ca", files["--tls-ca"], target=mutual.address), 1)
-    assert "wants a certificate of the client" in message
+    assert "wants a client certificate" in message
     message = failed(run("info", "--tls", target=mutual.address), 1)
-    assert "the server's certificate is of an authority that is not trusted" in message
+    assert "the server's certificate is signed by an authority that is not trusted" in message
 
 
 def test_mistakes_are_told_in_one_line(tmp_path: Path) -> None:
@@ -179,9 +179,9 @@ def test_mistakes_are_told_in_one_line(tmp_path: Path) -> None:
         (("--tls-ca", "/none"), "--tls: cannot read '/none': No such file or directory"),
         (
             ("--tls-key", "/none"),
-            "--tls-key: found it without --tls-certificate; expected both or neither",
+            "--tls-key needs --tls-certificate",
         ),
-        (("--tls-ca", str(tmp_path / "x")), f"tls: ca: found no PEM block in {tmp_path}/x; expected"),
+        (("--tls-ca", str(tmp_path / "x")), f"tls: ca: no PEM block (-----BEGIN ...) in {tmp_path}/x"),
         (("--target", "a:1,"), "target: found empty text; expected host:port"),
     ):
         message = failed(run("info", *options), 2)
@@ -192,7 +192,7 @@ def test_mistakes_are_told_in_one_line(tmp_path: Path) -> None:
 def test_nothing_said_is_a_plain_connection() -> None:
     assert tls(False, None, "", None) is None
     assert tls(True, None, None, None) == Tls()
-    with pytest.raises(FileError, match="--tls-certificate: found it without --tls-key"):
+    with pytest.raises(FileError, match="--tls-certificate needs --tls-key"):
         tls(True, None, "c", None)
     with fake_service() as seen, connect([seen.address], 20.0, None) as client:
         assert client.group_norm_backward(**group_norm()).info.device == "test:0"

@@ -100,8 +100,12 @@ BAD_FILES: dict[str, tuple[dict[str, Any], list[str], str]] = {
         "found 'dx'; expected names of group_norm_backward: grad_out",
     ),
     "unknown flag": ({}, ["dx=bfloat16"], "--dtype: found 'dx'; expected names of"),
-    "twice": ({"input": BITS, "input:bfloat16": BITS}, [], "found both input and input:bfloat16"),
-    "raw": ({"input": BITS.view("V2")}, [], r"input: found raw 2-byte elements; .*--dtype input=bfloat16"),
+    "twice": ({"input": BITS, "input:bfloat16": BITS}, [], "has both input and input:bfloat16"),
+    "raw": (
+        {"input": BITS.view("V2")},
+        [],
+        r"input: raw 2-byte elements without a type; .*--dtype input=bfloat16",
+    ),
     "wide": (
         {"input:bfloat16": np.zeros(2, np.float32)},
         [],
@@ -109,7 +113,7 @@ BAD_FILES: dict[str, tuple[dict[str, Any], list[str], str]] = {
     ),
     "other type": ({}, ["input=float8"], "--dtype input=float8: expected bfloat16"),
     "no pair": ({}, ["input"], "found 'input'; expected NAME=VALUE"),
-    "objects": ({"input": np.array([{}])}, [], "found no readable .npz file: Object arrays"),
+    "objects": ({"input": np.array([{}])}, [], "not a readable .npz file: Object arrays"),
 }
 
 
@@ -124,10 +128,10 @@ def test_a_file_that_is_no_call_is_told(
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "found no readable .npz file"),
-        (b"PK\x03\x04 not a zip", "found no readable .npz file"),
-        (b"hello", "found no readable .npz file"),
-        (None, "found no such file"),
+        (b"", "not a readable .npz file"),
+        (b"PK\x03\x04 not a zip", "not a readable .npz file"),
+        (b"hello", "not a readable .npz file"),
+        (None, "no such file"),
     ],
     ids=["empty", "broken", "text", "missing"],
 )
@@ -141,15 +145,15 @@ def test_a_file_that_is_no_archive_is_told(path: Path, content: bytes | None, me
 def test_a_truncated_archive_is_told(path: Path) -> None:
     save(path, grad_out=np.zeros(10_000))
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(FileError, match=r"found no readable \.npz file"):
+    with pytest.raises(FileError, match=r"not a readable \.npz file"):
         files.read_call(NORM, path)
 
 
 def test_a_folder_and_a_single_array_are_told(tmp_path: Path) -> None:
-    with pytest.raises(FileError, match=r"found no readable \.npz file"):
+    with pytest.raises(FileError, match=r"not a readable \.npz file"):
         files.read_call(NORM, tmp_path)
     np.save(tmp_path / "one.npy", np.zeros(3))
-    with pytest.raises(FileError, match=r"found a single array; expected a \.npz file"):
+    with pytest.raises(FileError, match=r"holds a single array, and is not an \.npz file"):
         files.read_call(NORM, tmp_path / "one.npy")
 
 
@@ -198,7 +202,7 @@ def test_an_attribute_that_cannot_be_read_is_told(text: str, message: str) -> No
 
 
 def test_all_missing_attributes_are_told_at_once() -> None:
-    message = r"found no value of c, hxw, group; expected --attr c=VALUE or a key in the file"
+    message = r"no value for c, hxw, group; set --attr c=VALUE or a key in the file"
     with pytest.raises(FileError, match=message):
         files.check_complete(NORM, {"n": 1, "output_mask": None})
     files.check_complete(NORM, dict.fromkeys(("n", "c", "hxw", "group", "output_mask"), 1))

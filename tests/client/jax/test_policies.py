@@ -159,7 +159,9 @@ def test_a_failure_of_the_service_may_be_made_good_here(
             )
 
         failing = gradient(dead, policies)
-        with pytest.warns(RemoteWarning, match="runs here, as the service failed: .*cannot reach") as said:
+        with pytest.warns(
+            RemoteWarning, match="runs locally because the service failed: .*cannot reach"
+        ) as said:
             got = [jax.block_until_ready(failing(*operands)) for _ in range(2)]
     assert len([each for each in said if each.category is RemoteWarning]) == 1
     assert policies.summary().failed == 2

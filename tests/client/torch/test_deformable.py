@@ -312,7 +312,7 @@ def test_a_failure_of_the_service_may_be_made_good_here() -> None:
     policies = Policies(on_error="local")
     with Client("127.0.0.1:1", retry=None) as dead:
         out = multi_scale_deformable_attention(*call, client=dead, policies=policies)
-        with pytest.warns(RemoteWarning, match="runs here, as the service failed"):
+        with pytest.warns(RemoteWarning, match="runs locally because the service failed"):
             out.sum().backward()
     golden = in_float64(call)
     composed(*golden).sum().backward()

@@ -275,7 +275,7 @@ def test_a_failure_of_the_service_may_be_made_good_here() -> None:
     golden = doubled(call)
     with Client("127.0.0.1:1", retry=None) as dead:
         out = fused_floyd_attention(*call, client=dead, policies=policies)
-        with pytest.warns(RemoteWarning, match="runs here, as the service failed"):
+        with pytest.warns(RemoteWarning, match="runs locally because the service failed"):
             out.sum().backward()
     composed(*golden, mask=None, scale=32**-0.5)[0].sum().backward()
     assert_close(call[2].grad, golden[2].grad)

@@ -275,7 +275,7 @@ def test_what_the_operator_refuses_stays_as_it_is(
 ) -> None:
     home, call = library(monkeypatch), operands(dtype, ch=ch)
     with remote(client, min_bytes=0) as mode:
-        with pytest.warns(RemoteWarning, match=f"{FUSED} is not made use of"):
+        with pytest.warns(RemoteWarning, match=f"{FUSED} is not used"):
             out = home.multi_scale_deformable_attn_pytorch(*call)
         assert not is_fused(out)
         if dtype is torch.float32:

@@ -250,7 +250,5 @@ def test_leaving_it_in_a_thread_that_did_not_enter_it_is_told_and_the_one_that_d
             thread = threading.Thread(target=leave)
             thread.start()
             thread.join(30)
-    assert [str(error) for error in errors] == [
-        "remote: found it left by a thread that had not entered it; expected the same"
-    ]
+    assert [str(error) for error in errors] == ["remote: this thread has not entered it"]
     assert _get_current_dispatch_mode() is None

@@ -158,7 +158,7 @@ def test_create_graph_keeps_values_right(client: Client, name: str) -> None:
     expected = second(x.clone(), warnings.catch_warnings())
     mode = remote(client, min_bytes=0)
     if name == "norm":
-        with pytest.warns(RemoteWarning, match="group_norm_backward runs here, as ") as said:
+        with pytest.warns(RemoteWarning, match="group_norm_backward runs locally because ") as said:
             got = second(x.clone(), mode)
         # The gradient's own gradient goes through mean and rstd, which autograd takes apart once more.
         whys = ["a gradient of mean or rstd takes it apart", "create_graph=True takes it apart"]
