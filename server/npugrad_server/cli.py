@@ -59,7 +59,7 @@ _FILE_COLUMNS = 180
 """Width of a table that goes to a file or a pipe."""
 
 app = typer.Typer(
-    help="Runs Ascend aclnn backward operators for hosts that have no NPU.",
+    help="Run Ascend aclnn backward operators for hosts without an NPU.",
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -125,6 +125,8 @@ def _metavar(name: str, field: FieldInfo) -> str:
     choices = get_args(field.annotation)
     if choices and all(isinstance(choice, str) for choice in choices):
         return "|".join(choices)
+    if name.endswith("_per_s"):
+        return "BYTES/S"
     unit = name.rpartition("_")[2]
     return {"s": "SECONDS", "bytes": "BYTES", "listen": "ADDR", "devices": "LIST", **_FILES}.get(unit, "N")
 
@@ -135,7 +137,7 @@ def _metavar(name: str, field: FieldInfo) -> str:
 @app.command()
 @with_settings
 def serve(flags: dict[str, Any], config: str | None) -> None:
-    """Serve until SIGTERM or SIGINT; prints "listening on ADDR" once calls are served."""
+    """Serve until SIGTERM or SIGINT; prints "listening on ADDR" once it takes calls."""
     keep_freed_memory()
     use_one_malloc_arena()  # before the log's threads
     loaded = _loaded(flags, config)
@@ -155,7 +157,7 @@ def serve(flags: dict[str, Any], config: str | None) -> None:
 @app.command()
 @with_settings
 def check(flags: dict[str, Any], config: str | None) -> None:
-    """Check everything that serve needs, without binding the ports, and list all that is missing."""
+    """Check everything that serve needs, without binding its ports, and list all problems."""
     findings: list[StartFinding] = []
     try:
         loaded = load_settings(flags, config)
@@ -179,8 +181,8 @@ def preflight(
         str,
         typer.Option(
             metavar="FILE",
-            help="What kubectl get nodes,pods,runtimeclasses -A -o json prints; - is standard input. "
-            "Default: ask the API server, from inside of the cluster.",
+            help="Output of kubectl get nodes,pods,runtimeclasses -A -o json; - reads standard input. "
+            "Default: ask the API server, from inside the cluster.",
         ),
     ] = "",
     profile: Annotated[
@@ -189,17 +191,15 @@ def preflight(
     ] = "",
     resource: Annotated[
         str,
-        typer.Option(
-            metavar="NAME", help="devices.resource of the chart, if it is another than the profile's."
-        ),
+        typer.Option(metavar="NAME", help="devices.resource of the chart, if it differs from the profile's."),
     ] = "",
     cards: Annotated[int, typer.Option(min=1, metavar="N", help="devices.count of the chart.")] = 1,
     chip: Annotated[str, typer.Option(metavar="CHIP", help="image.chip of the chart.")] = "910b",
     architecture: Annotated[
-        str, typer.Option(metavar="amd64|arm64", help="Architecture of the image, if it has only one.")
+        str, typer.Option(metavar="amd64|arm64", help="Architecture of the image, if it has just one.")
     ] = "",
 ) -> None:
-    """Report which chart profile fits a cluster, and everything that keeps the server off its nodes."""
+    """Report which chart profile fits a cluster, and whatever keeps the server off its nodes."""
     if profile not in ("", *PROFILES):
         raise typer.BadParameter(
             f"found {profile!r}; expected one of {', '.join(PROFILES)}", param_hint="--profile"
@@ -230,7 +230,7 @@ def _text_of(file: str) -> str:
 
 @app.command()
 def ops() -> None:
-    """Show the operators, and the dtypes of their inputs on each product."""
+    """List the operators and the dtypes of their inputs on each product."""
     console = Console(width=None if sys.stdout.isatty() else _FILE_COLUMNS, highlight=False)
     for record in OPERATORS.values():
         # Names of operators are long: a row of one table for each would not fit an 80-column terminal.
@@ -244,12 +244,12 @@ def ops() -> None:
 
 @app.command()
 def acceptance(
-    device: Annotated[str, typer.Option(metavar="N", help="Number of the NPU, or its name: npu:N.")] = "0",
+    device: Annotated[str, typer.Option(metavar="N", help="NPU, as a number or by name: npu:N.")] = "0",
     report: Annotated[
         Path,
         typer.Option(
             metavar="FILE",
-            help="JSON to write; a page for people (.html) and what workers print (.log) go beside it.",
+            help="JSON report to write; an HTML page (.html) and the workers' output (.log) go beside it.",
         ),
     ] = Path("acceptance.json"),
     steps: Annotated[
@@ -263,27 +263,27 @@ def acceptance(
         int, typer.Option(min=1, max=16, metavar="N", help="Calls that run at once on the NPU.")
     ] = 2,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Leave out what takes long: a first look, in less than 3 minutes.")
+        bool, typer.Option("--quick", help="Leave out what takes long: a first look in less than 3 minutes.")
     ] = False,
     bundle: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE.tar.gz",
-            help="One file to send if it goes wrong: report, logs, versions, environment, failing data.",
+            help="One file to send if something fails: report, logs, versions, environment, failing data.",
         ),
     ] = None,
     step_limit_s: Annotated[
         float,
         typer.Option(
-            min=1, metavar="SECONDS", help="Longest that a step may take; the soak, its length more."
+            min=1, metavar="SECONDS", help="Time limit of each step; the soak's is longer by its length."
         ),
     ] = 1800.0,
-    show_steps: Annotated[bool, typer.Option("--list", help="Show the steps and leave.")] = False,
+    show_steps: Annotated[bool, typer.Option("--list", help="List the steps and exit.")] = False,
 ) -> None:
-    """Verify on a node with NPUs that the service computes correctly there: one report, exit code 0 or 1.
+    """Verify that the service computes correctly on a node with NPUs: one report, exit code 0 or 1.
 
-    Use an otherwise idle NPU: one step takes all of its memory. Most of the time is
-    the soak's, and that of the float64 references on the host.
+    Use an otherwise idle NPU: one step takes all of its memory. Most of the time goes
+    to the soak and to the float64 references on the host.
     """
     # Here, as they take a fifth of the time that all imports of a server take.
     from npugrad_server.acceptance.bundle import SUFFIXES

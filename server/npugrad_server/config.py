@@ -58,277 +58,276 @@ class ServerSettings(BaseSettings):
         description="Address to serve on: host:port (port 0 takes a free one) or unix:path.",
     )
     insecure: bool = Field(
-        default=False, description="Allow plaintext on an address that is not loopback, where TLS is off."
+        default=False, description="Serve plaintext on an address that is not loopback when TLS is off."
     )
     tls_certificate: str | None = Field(
         default=None,
-        description="File with the server's certificate and those that lead to its authority, in PEM; turns "
-        "TLS on.",
+        description="PEM file with the server's certificate and its chain; turns TLS on.",
     )
     tls_key: str | None = Field(
-        default=None, description="File with the private key of that certificate, in PEM, not encrypted."
+        default=None, description="PEM file with the certificate's private key, unencrypted."
     )
     tls_client_ca: str | None = Field(
         default=None,
-        description="File with the authorities of callers' certificates, in PEM: every caller must then show "
-        "a certificate of one of them (mutual TLS).",
+        description="PEM file with the authorities of client certificates. Every caller must then present "
+        "a certificate signed by one of them (mutual TLS).",
     )
     tenants: str | None = Field(
         default=None,
-        description="TOML file of tenants: identities of callers' certificates, weights, gateways. "
-        "Read again when it changes. Default: each caller is a tenant of weight 1.",
+        description="TOML file of tenants: identities in callers' certificates, weights, gateways. Read "
+        "again when it changes. Default: each caller is a tenant of weight 1.",
     )
     tenant_header: str = Field(
         default="x-npugrad-tenant",
         pattern=r"^x-[a-z0-9_.-]*[a-z0-9_]$",
-        description="Metadata key in which listed gateways, and only they, name the tenant of a call.",
+        description="Metadata key in which the listed gateways, and only they, name a call's tenant.",
     )
     devices: str = Field(
         default="auto",
-        description="Devices, such as cpu:0 or npu:0,npu:1; auto takes all NPUs, else one CPU device. "
-        "npu:0?deterministic=1 runs every call deterministically; cpu:0?coordinates=float64 takes sampling "
-        "coordinates in float64, not as PyTorch's and mmcv's kernels do.",
+        description="Devices, such as cpu:0 or npu:0,npu:1; auto takes all NPUs, or one CPU device if "
+        "there are none. npu:0?deterministic=1 runs every call deterministically; "
+        "cpu:0?coordinates=float64 computes sampling coordinates in float64 instead of as PyTorch's and "
+        "mmcv's kernels do.",
     )
     product: Literal["auto", "atlas-training", "atlas-a2", "atlas-a3"] = Field(
         default="auto",
-        description="Product whose documented limits hold; auto asks the NPU, and is atlas-a2 on CPUs.",
+        description="Product whose documented limits apply; auto asks the NPU, and means atlas-a2 on CPUs.",
     )
     metrics_listen: str = Field(
         default="127.0.0.1:9464",
-        description="host:port of the pages /metrics, /livez and /readyz; empty turns them off.",
+        description="host:port that serves /metrics, /livez and /readyz; empty turns them off.",
     )
     log_format: Literal["auto", "json", "console"] = Field(
         default="auto",
-        description="Form of the log on standard error; auto is console on a terminal, else json.",
+        description="Format of the log on standard error; auto means console on a terminal, json elsewhere.",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
-        default="info", description="Least level that is logged."
+        default="info", description="Lowest level that is logged."
     )
     trace_ratio: float = Field(
         default=0.0,
         ge=0,
         le=1,
-        description="Part of the calls, 0 to 1, that are traced: spans of OpenTelemetry, sent by OTLP over "
-        "gRPC to where the standard OTEL_* variables say. Needs the extra otel.",
+        description="Fraction of calls to trace, 0 to 1, as OpenTelemetry spans, exported over OTLP/gRPC "
+        "to where the standard OTEL_* variables say. Needs the extra otel.",
     )
     trust_trace_context: bool = Field(
         default=False,
-        description="Let the callers' trace context decide which of their calls are traced, where they send "
-        "one; trace_ratio decides the others.",
+        description="Follow the caller's trace context, where there is one, in deciding whether to trace "
+        "a call; trace_ratio decides for the other calls.",
     )
     input_arena_bytes: ByteSize | None = Field(
         default=None,
-        description="Bytes of operands held at once, such as 2GiB; no call can have more. "
-        "Default: a quarter of the memory of the machine or its control group.",
+        description="Bytes of operands held at once, such as 2GiB; no call can have more. Default: a "
+        "quarter of the memory of the machine or its control group.",
     )
     output_arena_bytes: ByteSize | None = Field(
         default=None,
-        description="Bytes of results held at once by each device; no call can have more. "
-        "Default: an eighth of the memory, at most a quarter of it for all devices together.",
+        description="Bytes of results that each device holds at once; no call can have more. Default: an "
+        "eighth of the memory, and at most a quarter of it for all devices together.",
     )
     prefault_bytes: ByteSize = Field(
         default=ByteSize(64 * 2**20),
-        description="Bytes of each arena that are touched at start, so that no call waits for them.",
+        description="Bytes of each arena to touch at start, so that no call waits for page faults.",
     )
     device_memory_bytes: ByteSize | None = Field(
         default=None,
-        description="Bytes of host memory for what workers make of operands, such as contiguous copies of "
-        "strided ones; all devices share it. An NPU tells itself what it has. Default: half of the memory.",
+        description="Bytes of host memory for what workers derive from operands, such as contiguous "
+        "copies of strided ones; shared by all devices. An NPU reports its own memory. Default: half of "
+        "the memory.",
     )
     max_message_bytes: ByteSize = Field(
         default=ByteSize(LEAST_MESSAGE_BYTES),
         ge=LEAST_MESSAGE_BYTES,
         le=MAX_MESSAGE_BYTES,
-        description="Largest gRPC message either way, so largest unary call; Execute takes any size. "
-        "Messages lie outside the arenas: the least there is, a largest chunk and 64 KiB, is the default. "
-        "A larger message holds all other calls up, for 1 to 5 ms a MiB.",
+        description="Largest gRPC message in either direction, and so the largest unary call; Execute "
+        "takes any size. Messages lie outside the arenas. The default, a largest chunk and 64 KiB, is also "
+        "the minimum. A larger message delays all other calls by 1 to 5 ms for each MiB.",
     )
     front_memory_bytes: ByteSize | None = Field(
         default=None,
         description="Bytes outside the arenas that messages and unread replies may take at once; a reply "
-        "counts twice, because gRPC keeps a copy. Calls that find no room get QUEUE_FULL. At least four "
+        "counts twice because gRPC keeps a copy. Calls that find no room get QUEUE_FULL. At least four "
         "times max_message_bytes. Default: an eighth of the memory, at most 4 GiB.",
     )
     max_calls: int = Field(
         default=1024,
         ge=1,
-        description="Calls in progress at once, including those whose reply has not been read yet; further "
-        "ones get QUEUE_FULL. Health and reflection have a limit of the same size for themselves.",
+        description="Calls in progress at once, including those whose reply has not been read yet; more "
+        "get QUEUE_FULL. Health and reflection share a separate limit of the same size.",
     )
     max_streams_per_connection: int = Field(
         default=256,
         ge=1,
         le=2**31 - 1,
-        description="Calls in progress at once on one connection; the client's gRPC holds further ones back "
-        "until one ends. From about 1,000 on, floods of resets can cancel everybody's calls.",
+        description="Calls in progress at once on one connection; the client's gRPC holds back more until "
+        "one ends. From about 1,000 on, floods of resets can cancel everybody's calls.",
     )
     max_connections: int = Field(
         default=4096,
         ge=1,
         le=2**31 - 1,
-        description="Open connections of all callers together; further ones are closed. Limits for each "
-        "caller belong in a gateway.",
+        description="Open connections of all callers together; more are closed. Limits per caller belong "
+        "in a gateway.",
     )
     max_pending_calls: int = Field(
         default=1000,
         ge=1,
         le=2**30,
-        description="Calls that gRPC queues before the server accepts them. Beyond that it refuses some at "
-        "random, and beyond three times that all of them.",
+        description="Calls that gRPC queues before the server accepts them. Beyond that it refuses some "
+        "at random, and beyond three times as many it refuses all.",
     )
     handshake_timeout_s: float = Field(
         default=20.0,
         gt=0,
         le=_LONGEST_S,
-        description="Seconds that a new connection has for its TLS and HTTP/2 handshakes.",
+        description="Seconds for the TLS and HTTP/2 handshakes of a new connection.",
     )
     unary_reply_timeout_s: float = Field(
         default=50.0,
         gt=0,
-        description="Seconds that a client has to read the reply of a unary call; then its connection is "
-        "closed, because gRPC cannot abandon a single reply. 5 while others find no room in "
+        description="Seconds for a client to read the reply of a unary call; then its connection is "
+        "closed, because gRPC cannot abandon a single reply. 5 s while others find no room in "
         "front_memory_bytes.",
     )
     max_queue_depth: int = Field(
         default=256,
         ge=1,
-        description="Calls that may wait for a device; more get QUEUE_FULL. Four times as many uploads of "
-        "Execute calls may be in progress, and wait once they are whole, however many wait already.",
+        description="Calls that may wait for a device; more get QUEUE_FULL. In addition, four times as "
+        "many Execute calls may be uploading; those queue once they are complete, however many wait "
+        "already.",
     )
-    streams_per_device: int = Field(
-        default=1, ge=1, le=16, description="Calls that run at once on one device."
-    )
+    streams_per_device: int = Field(default=1, ge=1, le=16, description="Calls that one device runs at once.")
     drain_delay_s: float = Field(
         default=0.0,
         ge=0,
-        description="Seconds to go on serving after SIGTERM, while health says NOT_SERVING, so that load "
-        "balancers send new calls elsewhere. SIGINT does not wait.",
+        description="Seconds to keep serving after SIGTERM while health says NOT_SERVING, so that load "
+        "balancers send new calls elsewhere. Does not apply to SIGINT.",
     )
     drain_timeout_s: float = Field(
         default=120.0,
         ge=0,
-        description="Seconds that calls in progress then have to finish, after SIGTERM or SIGINT.",
+        description="Seconds for calls in progress to finish after SIGTERM or SIGINT.",
     )
     max_connection_age_s: float | None = Field(
         default=None,
         ge=1,
         le=_LONGEST_S,
-        description="Age of a connection in seconds, a tenth more or less, at which the server closes it, so "
-        "that callers look up the server's name again and find new servers. Default: never.",
+        description="Age in seconds, give or take a tenth, at which the server closes a connection, so "
+        "that callers resolve the server's name again and find new servers. Default: never.",
     )
     max_connection_age_grace_s: float | None = Field(
         default=None,
         gt=0,
         le=_LONGEST_S,
-        description="Seconds that calls on such a connection then have to finish before they are cut off. "
+        description="Seconds for the calls on such a connection to finish before they are cut off. "
         "Default: as long as they take.",
     )
     hang_grace_s: float = Field(
         default=10.0,
         gt=0,
-        description="Seconds past its deadline after which a running call's worker is ended.",
+        description="Seconds after its deadline at which a call that still runs has its worker killed.",
     )
     run_limit_s: float = Field(
         # torch_npu has CANN end an operator after 547 s, with a number that speaks of a device that failed:
         # the call would run again on another NPU. The server's own limit comes first, and blames the call.
         default=540.0,
         gt=0,
-        description="Seconds a call may run, whatever its deadline, before its device counts as hung; "
-        "below the 547 after which torch_npu has CANN end an operator.",
+        description="Seconds a call may run, whatever its deadline, before its device counts as hung. "
+        "Keep it below 547, after which torch_npu has CANN abort an operator.",
     )
     heartbeat_timeout_s: float = Field(
         default=30.0,
         gt=0,
-        description="Seconds a worker may give no sign of life, whatever it runs, before it is replaced.",
+        description="Seconds without a sign of life from a worker, whatever it runs, before it is replaced.",
     )
     canary_interval_s: float = Field(
         default=60.0,
         ge=0,
-        description="Seconds between two rounds in which a ready device computes a tiny call of each "
-        "operator, which is compared with the reference; 0 for none once it is ready. A device that was "
+        description="Seconds between rounds in which each ready device computes a tiny call of every "
+        "operator, to be compared with the reference; 0: only before a device is ready. A device that is "
         "wrong twice is quarantined.",
     )
     verify_sample: float = Field(
         default=0.0,
         ge=0,
         le=1,
-        description="Fraction of calls without `verify` whose results are compared with the reference after "
-        "they are answered, in a separate process, such as 0.001. 0 for none.",
+        description="Fraction of calls without `verify` whose results are compared with the reference "
+        "after they are answered, in a separate process, such as 0.001; 0: none.",
     )
     worker_start_timeout_s: float = Field(
         default=180.0,
         gt=0,
-        description="Seconds a worker that opens its device may stay at one stage (import, device, each "
-        "operator's first call); three times as long in all. Doubled after a start that took longer, twice "
-        "at most.",
+        description="Seconds that a starting worker may spend on one stage (import, device, first call of "
+        "each operator); three times as long in all. Doubled after a start that took longer, at most twice.",
     )
     upload_idle_timeout_s: float = Field(
         default=60.0,
         gt=0,
-        description="Seconds an Execute call may wait for the client's next chunk before it is ended.",
+        description="Seconds an Execute call waits for the client's next chunk before it is ended.",
     )
     reply_idle_timeout_s: float = Field(
         default=50.0,
         gt=0,
-        description="Seconds an Execute call may wait for the client to take a chunk before it is ended.",
+        description="Seconds an Execute call waits for the client to take a chunk before it is ended.",
     )
     upload_min_bytes_per_s: float = Field(
         default=16 * 2**10,
         ge=0,
-        description="Least rate of an upload of an Execute call, on average; it may be behind by "
-        "upload_idle_timeout_s. 16 KiB/s are 0.13 Mbit/s: a client with more than that may pause for nearly "
-        "60 s at any time, one that sends a byte now and then is ended after 60 s (DEADLINE_EXCEEDED). "
-        "While others find no memory for their operands, an upload below it loses its own after 5 s "
-        "(QUEUE_FULL). 0 for none.",
+        description="Lowest average rate of an Execute call's upload, which may lag behind it by "
+        "upload_idle_timeout_s. 16 KiB/s are 0.13 Mbit/s: a faster client may pause for nearly 60 s at any "
+        "time, one that sends a byte now and then is ended after 60 s (DEADLINE_EXCEEDED). While others "
+        "find no memory for their operands, a slower upload loses its memory after 5 s (QUEUE_FULL). 0: no "
+        "limit.",
     )
     upload_limit_s: float = Field(
         default=4 * 3600.0,
         gt=0,
-        description="Seconds that an Execute call may wait for its chunks in all; 4 h are 1 GiB at 0.6 "
-        "Mbit/s.",
+        description="Seconds that an Execute call may wait for its chunks in total; in 4 h, 1 GiB arrives "
+        "at 0.6 Mbit/s.",
     )
     reply_min_bytes_per_s: float = Field(
         default=16 * 2**10,
         ge=0,
-        description="Least rate at which the client takes the reply of an Execute call, on average; it may "
-        "be behind by reply_idle_timeout_s. Results whose room others wait for are moved out of the way, up "
-        "to half of front_memory_bytes in all; beyond that, a reply of which no chunk was taken for 5 s "
-        "is ended (QUEUE_FULL). 0 for none.",
+        description="Lowest average rate at which the client takes an Execute call's reply, which may lag "
+        "behind it by reply_idle_timeout_s. Results in the way of other calls are moved aside, up to half "
+        "of front_memory_bytes in total; beyond that, a reply of which no chunk was taken for 5 s is ended "
+        "(QUEUE_FULL). 0: no limit.",
     )
     reply_limit_s: float = Field(
         default=4 * 3600.0,
         gt=0,
-        description="Seconds that an Execute call may wait in all for the client to take its reply.",
+        description="Seconds that an Execute call may wait in total for the client to take its reply.",
     )
     respawn_backoff_s: float = Field(
         default=0.1,
         ge=0,
-        description="Seconds before a lost worker is replaced; doubles with each loss in a row.",
+        description="Seconds before a lost worker is replaced; doubles with each consecutive loss.",
     )
     respawn_backoff_max_s: float = Field(
         default=1.0,
         ge=0,
-        description="Longest such wait in seconds; a device that fails by itself again and again waits "
-        "longer, up to 60 s.",
+        description="Longest such wait in seconds; a device that keeps failing on its own waits longer, "
+        "up to 60 s.",
     )
     max_respawns: int = Field(
         default=10,
         ge=0,
-        description="Losses in a row, with no call served between, after which a device is down: calls do "
-        "not wait for it, but it is tried again.",
+        description="Consecutive losses without a served call after which a device is down: calls do not "
+        "wait for it, but it is tried again.",
     )
     circuit_deaths: int = Field(
         default=2,
         ge=0,
-        description="Workers that die within 60 s under calls of one caller and signature, after which such "
+        description="Workers that die within 60 s under calls of one caller and signature before such "
         "calls are refused with CIRCUIT_OPEN for 10 s. 0 turns this off; use it only where devices often "
-        "fail by themselves and every caller is trusted.",
+        "fail on their own and every caller is trusted.",
     )
     liveness_down_limit_s: float | None = Field(
         default=None,
         gt=0,
-        description="Seconds without a ready device after which the liveness probe fails, so that Kubernetes "
-        "restarts the server; longer than a worker's start takes. Default: never.",
+        description="Seconds without a ready device after which the liveness probe fails, so that "
+        "Kubernetes restarts the server; must be longer than a worker takes to start. Default: never.",
     )
 
     @field_validator("tls_certificate", "tls_key", "tls_client_ca", "tenants")
@@ -367,10 +366,10 @@ class ServerSettings(BaseSettings):
     @model_validator(mode="after")
     def _tls_is_whole(self) -> ServerSettings:
         if self.tls_certificate and not self.tls_key:
-            raise _about("tls_certificate", "found a certificate without tls_key; expected both or neither")
+            raise _about("tls_certificate", "needs tls_key")
         for name in ("tls_key", "tls_client_ca"):
             if getattr(self, name) and not self.tls_certificate:
-                raise _about(name, "found a file without tls_certificate; expected that one too, or neither")
+                raise _about(name, "needs tls_certificate")
         return self
 
     @model_validator(mode="after")
@@ -378,7 +377,7 @@ class ServerSettings(BaseSettings):
         if self.max_connection_age_grace_s is not None and self.max_connection_age_s is None:
             raise _about(
                 "max_connection_age_grace_s",
-                "found a grace without max_connection_age_s; expected that one too, or neither",
+                "needs max_connection_age_s",
             )
         return self
 
@@ -548,7 +547,7 @@ def _validated(values: dict[str, Any], origins: dict[str, str], problems: list[s
             message = detail["msg"].removeprefix("Value error, ")
             # Rules over several fields have no field of their own: the error says, or it is the address.
             name = str(detail["loc"][0] if detail["loc"] else detail.get("ctx", {}).get("setting", "listen"))
-            if not message.startswith("found "):
+            if detail["type"] != "setting" and not message.startswith("found "):
                 bound = _BOUNDS.get(detail["type"], message).format(**detail.get("ctx", {}))
                 message = f"found {str(detail['input'])[:80]!r}; {bound}"
             problems.append(f"{name}: {message} (from {origins[name]})")

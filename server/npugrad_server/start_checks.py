@@ -104,8 +104,8 @@ def live_tenants(settings: ServerSettings) -> LiveTenants:
     tenants = LiveTenants(settings.tenants)
     if (tenants.table.listed or tenants.table.gateways) and settings.tls != "mutual":
         raise TenantsError(
-            f"tenants: found identities in {settings.tenants!r} without tls_client_ca; expected that one "
-            "too, as identities are those of callers' certificates"
+            f"tenants: the identities in {settings.tenants!r} need tls_client_ca, because they are those of "
+            "callers' certificates"
         )
     return tenants
 

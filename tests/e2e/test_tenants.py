@@ -50,7 +50,7 @@ def test_identities_without_certificates_of_callers_are_refused(
     flags = server_flags(*certificates.flags, "--tenants", str(path), devices="test:1?compute=1")
     done = run_command("serve", *flags)
     assert done.returncode == 1
-    assert "without tls_client_ca; expected that one too" in done.stderr
+    assert "need tls_client_ca, because they are those of callers' certificates" in done.stderr
 
 
 @pytest.mark.slow

@@ -162,9 +162,9 @@ def test_server_with_wrong_files_does_not_start(certificates: Certificates) -> N
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [
-        (("--tls-certificate", "a"), "tls_certificate: found a certificate without tls_key; expected both"),
-        (("--tls-key", "a"), "tls_key: found a file without tls_certificate; expected that one too"),
-        (("--tls-client-ca", "a"), "tls_client_ca: found a file without tls_certificate; expected that one"),
+        (("--tls-certificate", "a"), "tls_certificate: needs tls_key"),
+        (("--tls-key", "a"), "tls_key: needs tls_certificate"),
+        (("--tls-client-ca", "a"), "tls_client_ca: needs tls_certificate"),
     ],
 )
 def test_settings_that_do_not_go_together(flags: tuple[str, ...], problem: str) -> None:

@@ -99,10 +99,7 @@ def test_a_grace_goes_with_an_age() -> None:
     assert (both.max_connection_age_s, both.max_connection_age_grace_s) == (60, 9)
     with pytest.raises(SettingsError) as caught:
         load_settings({"max_connection_age_grace_s": "9"})
-    assert caught.value.problems == (
-        "max_connection_age_grace_s: found a grace without max_connection_age_s; "
-        "expected that one too, or neither (from flag)",
-    )
+    assert caught.value.problems == ("max_connection_age_grace_s: needs max_connection_age_s (from flag)",)
 
 
 def test_service_links_of_kubernetes_and_variables_of_others_are_no_settings(
