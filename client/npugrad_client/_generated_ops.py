@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic
 
 from npugrad.call import CallOptions, ExecutionInfo
 from npugrad.meta import TensorMeta
@@ -20,17 +20,24 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from concurrent.futures import Future
 
+    from typing_extensions import TypeVar
+
     from npugrad.operator import OpRecord
     from npugrad_client._progress import Progress
 
-Array = Any
-"""A result: a NumPy array, or a torch CPU tensor where an operand was one."""
+    Array = TypeVar("Array", default=Any)
+else:
+    from typing import TypeVar
+
+    Array = TypeVar("Array")
+"""Of the results: NumPy arrays, or torch CPU tensors where an operand was one. An annotation says which:
+``grads: GroupNormBackwardResult[torch.Tensor] = client.group_norm_backward(...)``."""
 Out = Mapping[str, TensorMeta | ArrayLike | None]
 """Declared outputs: a meta, None for a null pointer, or a writable array that is filled and returned."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class MultiScaleDeformableAttentionGradResult(CallResults):
+class MultiScaleDeformableAttentionGradResult(CallResults, Generic[Array]):
     """Results of `multi_scale_deformable_attention_grad`.
 
     Attributes:
@@ -47,7 +54,7 @@ class MultiScaleDeformableAttentionGradResult(CallResults):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class GridSampler2DBackwardResult(CallResults):
+class GridSampler2DBackwardResult(CallResults, Generic[Array]):
     """Results of `grid_sampler_2d_backward`; masked-out ones are None.
 
     Attributes:
@@ -56,13 +63,13 @@ class GridSampler2DBackwardResult(CallResults):
         info: What produced the results and how long each stage took.
     """
 
-    input_grad: Array
-    grid_grad: Array
+    input_grad: Array | Any
+    grid_grad: Array | Any
     info: ExecutionInfo
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class GroupNormBackwardResult(CallResults):
+class GroupNormBackwardResult(CallResults, Generic[Array]):
     """Results of `group_norm_backward`; masked-out ones are None.
 
     Attributes:
@@ -72,14 +79,14 @@ class GroupNormBackwardResult(CallResults):
         info: What produced the results and how long each stage took.
     """
 
-    grad_input: Array
-    grad_gamma: Array
-    grad_beta: Array
+    grad_input: Array | Any
+    grad_gamma: Array | Any
+    grad_beta: Array | Any
     info: ExecutionInfo
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class FusedFloydAttentionGradResult(CallResults):
+class FusedFloydAttentionGradResult(CallResults, Generic[Array]):
     """Results of `fused_floyd_attention_grad`.
 
     Attributes:
@@ -100,7 +107,7 @@ class FusedFloydAttentionGradResult(CallResults):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class LayerNormBackwardResult(CallResults):
+class LayerNormBackwardResult(CallResults, Generic[Array]):
     """Results of `layer_norm_backward`; masked-out ones are None.
 
     Attributes:
@@ -110,14 +117,14 @@ class LayerNormBackwardResult(CallResults):
         info: What produced the results and how long each stage took.
     """
 
-    grad_input: Array
-    grad_weight: Array
-    grad_bias: Array
+    grad_input: Array | Any
+    grad_weight: Array | Any
+    grad_bias: Array | Any
     info: ExecutionInfo
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class GridSampler3DBackwardResult(CallResults):
+class GridSampler3DBackwardResult(CallResults, Generic[Array]):
     """Results of `grid_sampler_3d_backward`; masked-out ones are None.
 
     Attributes:
@@ -126,8 +133,8 @@ class GridSampler3DBackwardResult(CallResults):
         info: What produced the results and how long each stage took.
     """
 
-    input_grad: Array
-    grid_grad: Array
+    input_grad: Array | Any
+    grid_grad: Array | Any
     info: ExecutionInfo
 
 

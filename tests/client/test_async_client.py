@@ -134,7 +134,8 @@ def test_errors_are_those_of_the_blocking_client(server: ServerProcess, stream_f
     async def work() -> list[Any]:
         async with AsyncClient(server.address, timeout_s=60, stream_from_bytes=stream_from_bytes) as client:
             calls = [client.group_norm_backward(**call) for call in wrong]
-            return await asyncio.gather(*calls, return_exceptions=True)
+            answers: list[Any] = await asyncio.gather(*calls, return_exceptions=True)
+            return answers
 
     found = run(work())
     assert [type(error) for error in found[:2]] == [NullOperand, InvalidOperand]
@@ -354,7 +355,8 @@ def test_a_thousand_calls_are_in_flight_at_once() -> None:
         try:
             async with AsyncClient(f"127.0.0.1:{port}", timeout_s=50) as client:
                 calls = [client.group_norm_backward(**group_norm(seed=n % 7)) for n in range(number)]
-                return await asyncio.gather(*calls)
+                answers: list[Any] = await asyncio.gather(*calls)
+                return answers
         finally:
             await server.stop(None)
 
@@ -372,7 +374,8 @@ def test_a_real_server_answers_a_thousand_at_once_each_with_its_own_result(start
         async with AsyncClient(running.address, timeout_s=50) as client:
             chosen = [calls[n % 50] for n in range(1000)]
             sent = [client.group_norm_backward(**call.arrays, **call.call.attrs) for call in chosen]  # type: ignore[arg-type]
-            return await asyncio.gather(*sent)
+            answers: list[Any] = await asyncio.gather(*sent)
+            return answers
 
     expected = [call.reference() for call in calls]
     for n, grads in enumerate(run(work())):

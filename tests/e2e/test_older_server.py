@@ -161,6 +161,6 @@ def test_a_server_of_another_major_version_is_told_apart_from_one_that_lacks_an_
         act(address, GROUP_NORM.name, call_of(GROUP_NORM), stream_from_bytes=stream_from_bytes)
     assert str(caught.value).startswith(
         f"group_norm_backward: {address}: the server does not know this method of npugrad.v1; "
-        f"expected one that speaks npugrad.v1, as this client of version {version('npugrad')} does"
+        f"it has to speak npugrad.v1, as this client of version {version('npugrad')} does"
     )
     assert (caught.value.tries, caught.value.retryable) == (1, False)

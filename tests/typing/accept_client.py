@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import ml_dtypes
 import numpy as np
+import numpy.typing as npt
 import torch
 from typing_extensions import assert_type
 
 from npugrad_client import (
     Client,
     ExecutionInfo,
+    FusedFloydAttentionGradResult,
     GroupNormBackwardResult,
     InvalidOperand,
+    MultiScaleDeformableAttentionGradResult,
     OperatorError,
     TensorMeta,
     TransportError,
@@ -51,6 +56,19 @@ with Client("localhost:50051", timeout_s=30.0) as client:
         align_corners=False,
         output_mask=[True, True],
     )
+    # Who says which arrays go in has them typed as they come out; a masked-out result is None.
+    attention: MultiScaleDeformableAttentionGradResult[npt.NDArray[np.float32]] = (
+        client.multi_scale_deformable_attention_grad(value=x)
+    )
+    assert_type(attention.grad_value, npt.NDArray[np.float32])
+    assert_type(attention.grad_value.dtype, np.dtype[np.float32])
+    floyd: FusedFloydAttentionGradResult[torch.Tensor] = client.fused_floyd_attention_grad(
+        query=torch.zeros(1), scale_value=1.0
+    )
+    assert_type(floyd.dk2, torch.Tensor)
+    assert_type(floyd.info, ExecutionInfo)
+    norm: GroupNormBackwardResult[torch.Tensor] = grads
+    assert_type(norm.grad_gamma, torch.Tensor | Any)
     assert_type(client.validate("group_norm_backward", inputs={}, attrs={}), Verdict)
 
 try:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
-from npugrad_client import AsyncClient, Client
+from npugrad_client import AsyncClient, Client, MultiScaleDeformableAttentionGradResult
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+    import torch
 
 x = np.zeros((2, 3, 4), np.float32)
 client = Client("localhost:50051")
@@ -31,6 +37,13 @@ client.grid_sampler_2d_backward(
 grads = client.multi_scale_deformable_attention_grad(value=x)
 grads.grad_values  # rejected: mypy[attr-defined] pyright[reportAttributeAccessIssue]
 grads.info = None  # rejected: mypy[misc,assignment] pyright[reportAttributeAccessIssue]
+
+# Results are of the arrays that an annotation names.
+typed: MultiScaleDeformableAttentionGradResult[torch.Tensor] = grads
+typed.grad_value.astype("float32")  # rejected: mypy[attr-defined] pyright[reportAttributeAccessIssue]
+text: str = typed.grad_value  # rejected: mypy[assignment] pyright[reportAssignmentType]
+numpy: MultiScaleDeformableAttentionGradResult[npt.NDArray[np.float32]] = grads
+numpy.grad_value.cpu()  # rejected: mypy[attr-defined] pyright[reportAttributeAccessIssue]
 
 Client(["localhost:50051", 50052])  # rejected: mypy[list-item] pyright[reportArgumentType]
 Client("localhost:50051", tls="ca.pem")  # rejected: mypy[arg-type] pyright[reportArgumentType]

@@ -42,7 +42,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic
 
 from npugrad.call import CallOptions, ExecutionInfo
 from npugrad.meta import TensorMeta
@@ -54,11 +54,18 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from concurrent.futures import Future
 
+    from typing_extensions import TypeVar
+
     {scalar}from npugrad.operator import OpRecord
     from npugrad_client._progress import Progress
 
-Array = Any
-"""A result: a NumPy array, or a torch CPU tensor where an operand was one."""
+    Array = TypeVar("Array", default=Any)
+else:
+    from typing import TypeVar
+
+    Array = TypeVar("Array")
+"""Of the results: NumPy arrays, or torch CPU tensors where an operand was one. An annotation says which:
+``grads: GroupNormBackwardResult[torch.Tensor] = client.group_norm_backward(...)``."""
 Out = Mapping[str, TensorMeta | ArrayLike | None]
 """Declared outputs: a meta, None for a null pointer, or a writable array that is filled and returned."""
 '''
@@ -172,14 +179,15 @@ def _result_class(record: OpRecord) -> str:
         "",
         "",
         "@dataclass(frozen=True, eq=False, repr=False)",
-        f"class {_class_name(record)}(CallResults):",
+        f"class {_class_name(record)}(CallResults, Generic[Array]):",
     ]
     masked = any(p.masked_by is not None for p in record.outputs)
     note = "; masked-out ones are None" if masked else ""
     lines += [f'    """Results of `{record.name}`{note}.', "", "    Attributes:"]
     lines += [_wrap(_tensor_doc(p), 8, f"{p.name}: ") for p in record.outputs]
     lines += [_wrap("What produced the results and how long each stage took.", 8, "info: "), '    """', ""]
-    lines += [f"    {p.name}: Array" for p in record.outputs]
+    # A masked-out one is None; nobody who asked for it should have to say that it is not.
+    lines += [f"    {p.name}: Array" + " | Any" * (p.masked_by is not None) for p in record.outputs]
     lines += ["    info: ExecutionInfo"]
     return "\n".join(lines)
 
