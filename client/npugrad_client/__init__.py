@@ -1,4 +1,4 @@
-"""The Python client of npugrad: backward operators that run elsewhere and feel local.
+"""Python client of npugrad: runs backward operators on a remote server.
 
 Example:
     >>> from npugrad_client import Client
@@ -6,8 +6,8 @@ Example:
     ...     [device.name for device in client.server_info().devices]
     ['cpu:0']
 
-Other examples take for granted `np`, which is NumPy, `client`, an open client, and `call`, the arguments of a
-legal call as in the example of the operator's method.
+The other examples use three names without defining them: `np` is NumPy, `client` is an open client, and
+`call` holds the keyword arguments of a legal call, as in the example of the operator's method.
 """
 
 from __future__ import annotations

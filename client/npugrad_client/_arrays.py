@@ -1,6 +1,6 @@
-"""Operands in, results out: NumPy, ml_dtypes, the array protocol, DLPack, and torch CPU tensors.
+"""Conversion of operands and results: NumPy, ml_dtypes, the array protocol, DLPack, torch CPU tensors.
 
-torch is never imported here: if a tensor was passed, its module is there already.
+torch is never imported here; if a tensor is passed, it is already imported.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _DLPACK_HOST_DEVICES = (1, 3)
 
 
 class SupportsArray(Protocol):
-    """Anything that speaks NumPy's array protocol."""
+    """Any object with NumPy's array protocol."""
 
     def __array__(self) -> npt.NDArray[Any]:
         """The values as an array."""
@@ -34,7 +34,7 @@ class SupportsArray(Protocol):
 
 
 class SupportsDLPack(Protocol):
-    """Anything in CPU memory that speaks DLPack."""
+    """Any object with the DLPack protocol, in CPU memory."""
 
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
         """A capsule over the values."""
@@ -46,10 +46,10 @@ class SupportsDLPack(Protocol):
 
 
 ArrayLike = Union["npt.NDArray[Any]", SupportsArray, SupportsDLPack]
-"""What is accepted as an array: NumPy and ml_dtypes arrays, torch CPU tensors, array protocol, DLPack."""
+"""Accepted as an array: NumPy and ml_dtypes arrays, torch CPU tensors, array protocol, DLPack."""
 
 Operand = ArrayLike | Recipe
-"""What is accepted as an operand: an array, or a recipe from which the server makes it."""
+"""Accepted as an operand: an array, or a recipe from which the server generates it."""
 
 
 def is_torch(value: object) -> bool:

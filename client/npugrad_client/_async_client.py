@@ -1,4 +1,4 @@
-"""The client for asyncio: the methods of `Client` as coroutines."""
+"""The asyncio client: the methods of `Client` as coroutines."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 
 _IN_A_THREAD_FROM_BYTES = 2**20
-"""Operands from here on are looked at, and packed where they must be, in a thread: a copy may be needed."""
+"""Operands of this size or more are packed in a thread, because that may copy them."""
 
 
 class AsyncClient(AsyncOperators):
-    """Calls one npugrad server, or several, from an event loop.
+    """Asyncio client of an npugrad server, or of several that share the load.
 
-    Cancelling the task that awaits a call cancels the call, and the server gives it up. Any number of
-    calls may be in flight; operands of a call must not be written to until it is answered.
+    Cancelling the task that awaits a call cancels the call on the server as well. Any number of calls may be
+    in flight. Do not write to the operands of a call until it has returned.
 
-    Concurrency: one client serves the tasks of one loop. After that loop has ended it may be used in
-    another one.
+    Concurrency: a client serves the tasks of one event loop. Once that loop has ended, it may be used in
+    another.
 
-    Processes: an open asynchronous client does not survive a fork; close it before, or use `Client`.
+    Processes: an open `AsyncClient` does not survive a fork; close it first, or use `Client`.
 
     Example:
         >>> import asyncio
@@ -75,29 +75,29 @@ class AsyncClient(AsyncOperators):
         tls: Tls | bool | None = None,
         tracing: bool | TracerProvider = False,
     ) -> None:
-        """Opens a client; the connection is made at the first call.
+        """Creates a client; it connects at the first call.
 
         Args:
-            target: ``host:port``, ``unix:path`` or ``dns:///service:port``; or a list of them, one of each
-                server, which share the calls. Behind ``dns:///`` all addresses share them. A host without a
-                port is asked on 50051.
-            timeout_s: Deadline of every call in seconds unless the call says otherwise, retries included;
-                None for none. A server that cannot be reached is an error after ``retry.retry_for_s``, with
-                or without a deadline.
-            stream_from_bytes: Calls with this much data in either direction are streamed, and all from 3 MiB
-                on. One that is refused as too large for one message is streamed then, and calls of its size
-                to that server from then on.
-            retry: When calls are tried again; None for never.
-            tls: What to trust and who the client is; True to trust the system's authorities; None for a
-                connection that is not encrypted.
-            tracing: Whether calls, their tries and stages become spans of OpenTelemetry: True by its global
-                tracer provider, or a provider. The servers get the context of each try, as W3C has it.
+            target: ``host:port``, ``unix:path`` or ``dns:///service:port``, or a list with one address per
+                server, among which calls are distributed. A ``dns:///`` name distributes calls among all its
+                addresses. The port defaults to 50051.
+            timeout_s: Default deadline of a call in seconds, retries included; None for no deadline. With or
+                without a deadline, a call to an unreachable server fails after ``retry.retry_for_s``.
+            stream_from_bytes: Stream calls with at least this much data in either direction; from 3 MiB on,
+                all calls are streamed. A call rejected as too large for one message is sent again as a
+                stream, and later calls of that size to that server are streamed as well.
+            retry: When to retry calls; None for never.
+            tls: Certificates to trust and to present; True to trust the system's certificate authorities;
+                None for an unencrypted connection.
+            tracing: Record calls, tries and stages as OpenTelemetry spans: True for the global tracer
+                provider, or a provider. The trace context of each try is sent to the server in W3C format.
 
         Raises:
-            ImportError: `tracing` is wanted, and OpenTelemetry is not installed (the extra ``otel``).
-            TypeError: A target is no text, or `retry`, `tls` or `tracing` is of another type.
-            ValueError: A target is empty or a URL, there is none, or `tls` names what is no PEM.
-            OSError: A file that `tls` names cannot be read.
+            ImportError: `tracing` is set, but OpenTelemetry is not installed (extra ``otel``).
+            TypeError: A target is not a string, or `retry`, `tls` or `tracing` has the wrong type.
+            ValueError: There is no target, a target is empty or a URL, or `tls` names something that is not
+                PEM.
+            OSError: A file named in `tls` cannot be read.
         """
         chosen = settings(target, stream_from_bytes, retry, tls)
         self.target = chosen.name
@@ -108,7 +108,7 @@ class AsyncClient(AsyncOperators):
         self._tracing = tracing_by(tracing)
 
     async def __aenter__(self) -> AsyncClient:
-        """The client itself."""
+        """Returns the client."""
         return self
 
     async def __aexit__(
@@ -122,7 +122,7 @@ class AsyncClient(AsyncOperators):
         return f"AsyncClient({some(self.target.split(', '), 3, '.target')!r})"
 
     async def close(self) -> None:
-        """Closes the connection; calls in flight are cancelled.
+        """Closes the connection and cancels calls in flight.
 
         Example:
             >>> client = AsyncClient("localhost:50051")
@@ -143,25 +143,26 @@ class AsyncClient(AsyncOperators):
         product: Product | str | None = None,
         timeout_s: float | None = None,
     ) -> Verdict:
-        """Asks the server which documented constraints a call breaks; sends no data.
+        """Asks the server which documented constraints a call would violate, without sending data.
 
         Args:
             operator: Name such as ``"group_norm_backward"``.
-            inputs: Input metas by name; a missing one is null.
+            inputs: Input metas by name; missing ones are null.
             attrs: Attributes by name.
             outputs: Declared outputs by name, None for null; missing ones are inferred.
-            product: Product to validate for; None for the server's own.
+            product: Product to validate for; None for the server's.
             timeout_s: Deadline in seconds; None for the client's default.
 
         Returns:
-            Status, every violation and the inferred outputs, as `npugrad.validate` gives them locally.
+            The status, all violations and the inferred outputs, as from `npugrad.validate`, which does the
+            same locally.
 
         Raises:
-            UnsupportedOperator: There is no operator of this name.
+            UnsupportedOperator: Unknown operator.
             MalformedRequest: An attribute is missing, has the wrong type or is out of range.
-            TypeError: A name that the operator does not have, or an operand that is no `TensorMeta`.
-            ValueError: There is no such product.
-            TransportError: Nothing usable came back.
+            TypeError: The operator has no parameter of this name, or an operand is not a `TensorMeta`.
+            ValueError: Unknown product.
+            TransportError: The server could not be reached or sent no usable answer.
 
         Example:
             >>> verdict = await client.validate(
@@ -174,15 +175,15 @@ class AsyncClient(AsyncOperators):
         return _info.decode_verdict(await self._transport.ask("validate", request, self._deadline(timeout_s)))
 
     async def server_info(self, timeout_s: float | None = None) -> ServerInfo:
-        """Versions, limits, product and devices of the server, and how busy it is now.
+        """Returns the server's versions, limits, product, devices and current load.
 
-        Of one of them, where the client has several.
+        With several servers, one of them answers.
 
         Args:
             timeout_s: Deadline in seconds; None for the client's default.
 
         Raises:
-            TransportError: Nothing usable came back.
+            TransportError: The server could not be reached or sent no usable answer.
 
         Example:
             >>> info = await client.server_info(timeout_s=5)
@@ -196,15 +197,15 @@ class AsyncClient(AsyncOperators):
     async def list_operators(
         self, product: Product | str | None = None, timeout_s: float | None = None
     ) -> tuple[OperatorInfo, ...]:
-        """The operators as the server describes them, with parameters and constraints.
+        """Lists the server's operators with their parameters and constraints.
 
         Args:
-            product: Product to describe; None for the server's own.
+            product: Product to describe them for; None for the server's.
             timeout_s: Deadline in seconds; None for the client's default.
 
         Raises:
-            ValueError: There is no such product.
-            TransportError: Nothing usable came back.
+            ValueError: Unknown product.
+            TransportError: The server could not be reached or sent no usable answer.
 
         Example:
             >>> operators = await client.list_operators()
@@ -247,23 +248,24 @@ class AsyncClient(AsyncOperators):
         on_error: OnError = "raise",
         progress: bool | str = False,
     ) -> list[Any]:
-        """Makes many calls, so many at once, and returns their results in the order of the calls.
+        """Makes many calls, several at a time, and returns the results in the order of the calls.
 
         Args:
             method: A method of this client, such as ``client.group_norm_backward``.
-            calls: Arguments of each call by name. They are taken as calls begin, so that a generator need
-                never hold the operands of more than `concurrency` calls.
-            concurrency: Calls in flight at once.
-            on_error: "raise": the first error is raised, and calls in flight are cancelled. "return": an
-                error takes the place of its result.
-            progress: Whether to show a progress bar, or its title.
+            calls: Keyword arguments of each call. They are consumed as calls start, so a generator needs
+                memory for the operands of `concurrency` calls only.
+            concurrency: Maximum number of calls in flight.
+            on_error: "raise": raise the first error and cancel calls in flight. "return": return each error
+                in place of its result.
+            progress: True to show a progress bar, or its title.
 
         Returns:
-            Results, and with ``on_error="return"`` errors, in the order of the calls.
+            Results, or with ``on_error="return"`` errors, in the order of the calls.
 
         Raises:
-            ValueError: `concurrency` is below 1, or `on_error` is neither word.
-            NpugradError: What a call raised, with ``on_error="raise"``; what it raises otherwise, too.
+            ValueError: `concurrency` is below 1, or `on_error` is neither "raise" nor "return".
+            NpugradError: A call failed and `on_error` is "raise". Any other exception of a call is raised in
+                either case.
 
         Example:
             >>> calls = [{**call, "label": f"sample {i}"} for i in range(4)]
@@ -291,20 +293,20 @@ class AsyncClient(AsyncOperators):
         return batch.results()
 
     def profile(self, path: str | os.PathLike[str]) -> AbstractContextManager[None]:
-        """Writes where the time of each call goes to a file while it is entered: a Chrome trace.
+        """Context manager that records where the time of each call goes, as a Chrome trace file.
 
-        Open the file in https://ui.perfetto.dev or chrome://tracing. It has every call that ends, well or
-        not: its tries and stages, and what each server did for it, which is placed in the middle of the time
-        that the client waited. It is written by a thread, a second after a call at the latest, and can be
-        opened after a crash as well. Any number may be entered at once, by any thread, each for a file of
-        its own; the calls of a process that is forked are not in it.
+        Open the file in https://ui.perfetto.dev or chrome://tracing. It holds every finished call, failed
+        ones included: its tries, its stages, and the stages of the server, centred in the time the client
+        waited. A background thread writes it, at most a second after each call, so it can be opened even
+        after a crash. Several may be active at once, from any thread, each with its own file. Calls of forked
+        processes are not recorded.
 
         Args:
-            path: The file; what is there is overwritten.
+            path: Output file; overwritten if it exists.
 
         Raises:
-            OSError: The file cannot be opened; or, at the end and unless something else was raised, not all
-                could be written. No call fails for that.
+            OSError: The file cannot be opened; or, at the end of the block and unless it raised something
+                else, could not be written completely. Calls never fail because of this.
 
         Example:
             >>> with client.profile("calls.json"):
@@ -326,7 +328,7 @@ class AsyncClient(AsyncOperators):
         *,
         progress: bool | str | Callable[[Progress], None] = False,
     ) -> tuple[dict[str, Any], ExecutionInfo]:
-        """Sends one call; results by output name and what produced them."""
+        """Sends one call; returns results by output name and what produced them."""
         with CallClock(record.name, self._sinks, self._tracing) as clock:
             if _nbytes(inputs) < _IN_A_THREAD_FROM_BYTES:
                 prepared = self._plans.prepare(record, inputs, attrs, out, options)
@@ -340,13 +342,13 @@ class AsyncClient(AsyncOperators):
                 try:
                     return await asyncio.shield(filling), answer.info
                 except asyncio.CancelledError:
-                    await asyncio.wait([filling])  # nobody may write into the caller's arrays afterwards
+                    await asyncio.wait([filling])  # no writes into the caller's arrays afterwards
                     raise
             return finish(prepared, answer, inputs, out), answer.info
 
 
 def _nbytes(inputs: Mapping[str, Any]) -> int:
-    """Bytes of the operands, as far as they tell."""
+    """Total bytes of the operands whose size is known."""
     nbytes = 0
     for value in inputs.values():
         size = getattr(value, "nbytes", 0)

@@ -1,4 +1,4 @@
-"""The client: typed calls to one server."""
+"""The blocking client: typed calls to a server."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ R = TypeVar("R")
 
 
 class Client(Operators):
-    """Calls one npugrad server, or several.
+    """Client of an npugrad server, or of several that share the load.
 
     Thread safety: one client may be shared by any number of threads.
 
-    Processes: one that is forked may use a client of its parent; it opens connections of its own at its first
-    call. A fork waits up to 5 s for the calls of other threads, and those stay the parent's. With
-    ``GRPC_ENABLE_FORK_SUPPORT=0`` in the environment gRPC would hang there, and a call is an error that says
-    so. Where processes are spawned, a client can be pickled; the copy opens connections of its own.
+    Processes: a forked process may keep using its parent's client, which opens new connections at the first
+    call. A fork waits up to 5 s for calls in other threads; these stay with the parent. With
+    ``GRPC_ENABLE_FORK_SUPPORT=0`` in the environment, gRPC would hang in the child, so calls there fail with
+    an error that says so. For spawned processes, a client can be pickled; the copy opens its own connections.
 
-    Event loops: a call blocks the loop that makes it (as a cell of a notebook does); see `AsyncClient`.
+    Event loops: a call blocks the event loop it is made from; use `AsyncClient` there.
 
     Example:
         >>> x, grad_out = np.random.default_rng(0).standard_normal((2, 2, 6, 4), "float32")
@@ -77,31 +77,30 @@ class Client(Operators):
         threads: int = 16,
         tracing: bool | TracerProvider = False,
     ) -> None:
-        """Opens a client; the connection is made at the first call.
+        """Creates a client; it connects at the first call.
 
         Args:
-            target: ``host:port``, ``unix:path`` or ``dns:///service:port``; or a list of them, one of each
-                server, which share the calls. Behind ``dns:///`` all addresses share them. A host without a
-                port is asked on 50051.
-            timeout_s: Deadline of every call in seconds unless the call says otherwise, retries included;
-                None for none. A server that cannot be reached is an error after ``retry.retry_for_s``, with
-                or without a deadline.
-            stream_from_bytes: Calls with this much data in either direction are streamed, and all from 3 MiB
-                on. One that is refused as too large for one message is streamed then, and calls of its size
-                to that server from then on.
-            retry: When calls are tried again; None for never.
-            tls: What to trust and who the client is; True to trust the system's authorities; None for a
-                connection that is not encrypted.
-            threads: Calls of `submit` in flight at once.
-            tracing: Whether calls, their tries and stages become spans of OpenTelemetry: True by its global
-                tracer provider, or a provider. The servers get the context of each try, as W3C has it.
+            target: ``host:port``, ``unix:path`` or ``dns:///service:port``, or a list with one address per
+                server, among which calls are distributed. A ``dns:///`` name distributes calls among all its
+                addresses. The port defaults to 50051.
+            timeout_s: Default deadline of a call in seconds, retries included; None for no deadline. With or
+                without a deadline, a call to an unreachable server fails after ``retry.retry_for_s``.
+            stream_from_bytes: Stream calls with at least this much data in either direction; from 3 MiB on,
+                all calls are streamed. A call rejected as too large for one message is sent again as a
+                stream, and later calls of that size to that server are streamed as well.
+            retry: When to retry calls; None for never.
+            tls: Certificates to trust and to present; True to trust the system's certificate authorities;
+                None for an unencrypted connection.
+            threads: Maximum number of `submit` calls in flight.
+            tracing: Record calls, tries and stages as OpenTelemetry spans: True for the global tracer
+                provider, or a provider. The trace context of each try is sent to the server in W3C format.
 
         Raises:
-            ImportError: `tracing` is wanted, and OpenTelemetry is not installed (the extra ``otel``).
-            TypeError: A target is no text, or `retry`, `tls` or `tracing` is of another type.
-            ValueError: A target is empty or a URL, there is none, `tls` names what is no PEM, or `threads` is
-                below 1.
-            OSError: A file that `tls` names cannot be read.
+            ImportError: `tracing` is set, but OpenTelemetry is not installed (extra ``otel``).
+            TypeError: A target is not a string, or `retry`, `tls` or `tracing` has the wrong type.
+            ValueError: There is no target, a target is empty or a URL, `tls` names something that is not PEM,
+                or `threads` is below 1.
+            OSError: A file named in `tls` cannot be read.
         """
         if threads < 1:
             raise ValueError(f"threads: found {threads}; expected 1 or more")
@@ -120,7 +119,7 @@ class Client(Operators):
         self._threads = Threads(self._transport, threads)
 
     def __getstate__(self) -> tuple[Settings, float | None, int, bool | TracerProvider]:
-        """What another process needs to open a client of its own; with a private key, if there is one."""
+        """Pickles the settings a copy is opened with, the private key included."""
         if not isinstance(self._state[-1], bool):
             raise TypeError(
                 "tracing: a TracerProvider cannot be pickled; use tracing=True, the global provider of "
@@ -129,11 +128,11 @@ class Client(Operators):
         return self._state
 
     def __setstate__(self, state: tuple[Settings, float | None, int, bool | TracerProvider]) -> None:
-        """Opens a client like the one that was pickled."""
+        """Opens a client with the pickled settings."""
         self._open(*state)
 
     def __enter__(self) -> Client:
-        """The client itself."""
+        """Returns the client."""
         return self
 
     def __exit__(
@@ -147,7 +146,7 @@ class Client(Operators):
         return f"Client({some(self.target.split(', '), 3, '.target')!r})"
 
     def close(self) -> None:
-        """Closes the connection; calls in flight are cancelled.
+        """Closes the connection and cancels calls in flight.
 
         Example:
             >>> client = Client("localhost:50051")
@@ -169,25 +168,26 @@ class Client(Operators):
         product: Product | str | None = None,
         timeout_s: float | None = None,
     ) -> Verdict:
-        """Asks the server which documented constraints a call breaks; sends no data.
+        """Asks the server which documented constraints a call would violate, without sending data.
 
         Args:
             operator: Name such as ``"group_norm_backward"``.
-            inputs: Input metas by name; a missing one is null.
+            inputs: Input metas by name; missing ones are null.
             attrs: Attributes by name.
             outputs: Declared outputs by name, None for null; missing ones are inferred.
-            product: Product to validate for; None for the server's own.
+            product: Product to validate for; None for the server's.
             timeout_s: Deadline in seconds; None for the client's default.
 
         Returns:
-            Status, every violation and the inferred outputs, as `npugrad.validate` gives them locally.
+            The status, all violations and the inferred outputs, as from `npugrad.validate`, which does the
+            same locally.
 
         Raises:
-            UnsupportedOperator: There is no operator of this name.
+            UnsupportedOperator: Unknown operator.
             MalformedRequest: An attribute is missing, has the wrong type or is out of range.
-            TypeError: A name that the operator does not have, or an operand that is no `TensorMeta`.
-            ValueError: There is no such product.
-            TransportError: Nothing usable came back.
+            TypeError: The operator has no parameter of this name, or an operand is not a `TensorMeta`.
+            ValueError: Unknown product.
+            TransportError: The server could not be reached or sent no usable answer.
 
         Example:
             >>> verdict = client.validate(
@@ -200,15 +200,15 @@ class Client(Operators):
         return _info.decode_verdict(self._transport.ask("validate", request, self._deadline(timeout_s)))
 
     def server_info(self, timeout_s: float | None = None) -> ServerInfo:
-        """Versions, limits, product and devices of the server, and how busy it is now.
+        """Returns the server's versions, limits, product, devices and current load.
 
-        Of one of them, where the client has several.
+        With several servers, one of them answers.
 
         Args:
             timeout_s: Deadline in seconds; None for the client's default.
 
         Raises:
-            TransportError: Nothing usable came back.
+            TransportError: The server could not be reached or sent no usable answer.
 
         Example:
             >>> info = client.server_info(timeout_s=5)
@@ -222,15 +222,15 @@ class Client(Operators):
     def list_operators(
         self, product: Product | str | None = None, timeout_s: float | None = None
     ) -> tuple[OperatorInfo, ...]:
-        """The operators as the server describes them, with parameters and constraints.
+        """Lists the server's operators with their parameters and constraints.
 
         Args:
-            product: Product to describe; None for the server's own.
+            product: Product to describe them for; None for the server's.
             timeout_s: Deadline in seconds; None for the client's default.
 
         Raises:
-            ValueError: There is no such product.
-            TransportError: Nothing usable came back.
+            ValueError: Unknown product.
+            TransportError: The server could not be reached or sent no usable answer.
 
         Example:
             >>> operators = client.list_operators()
@@ -273,23 +273,24 @@ class Client(Operators):
         on_error: OnError = "raise",
         progress: bool | str = False,
     ) -> list[Any]:
-        """Makes many calls, so many at once, and returns their results in the order of the calls.
+        """Makes many calls, several at a time, and returns the results in the order of the calls.
 
         Args:
             method: A method of this client, such as ``client.group_norm_backward``.
-            calls: Arguments of each call by name. They are taken as calls begin, so that a generator need
-                never hold the operands of more than `concurrency` calls.
-            concurrency: Calls in flight at once.
-            on_error: "raise": the first error is raised, and calls in flight are cancelled. "return": an
-                error takes the place of its result.
-            progress: Whether to show a progress bar, or its title.
+            calls: Keyword arguments of each call. They are consumed as calls start, so a generator needs
+                memory for the operands of `concurrency` calls only.
+            concurrency: Maximum number of calls in flight.
+            on_error: "raise": raise the first error and cancel calls in flight. "return": return each error
+                in place of its result.
+            progress: True to show a progress bar, or its title.
 
         Returns:
-            Results, and with ``on_error="return"`` errors, in the order of the calls.
+            Results, or with ``on_error="return"`` errors, in the order of the calls.
 
         Raises:
-            ValueError: `concurrency` is below 1, or `on_error` is neither word.
-            NpugradError: What a call raised, with ``on_error="raise"``; what it raises otherwise, too.
+            ValueError: `concurrency` is below 1, or `on_error` is neither "raise" nor "return".
+            NpugradError: A call failed and `on_error` is "raise". Any other exception of a call is raised in
+                either case.
 
         Example:
             >>> calls = [{**call, "label": f"sample {i}"} for i in range(4)]
@@ -305,20 +306,20 @@ class Client(Operators):
             threads.close()
 
     def profile(self, path: str | os.PathLike[str]) -> AbstractContextManager[None]:
-        """Writes where the time of each call goes to a file while it is entered: a Chrome trace.
+        """Context manager that records where the time of each call goes, as a Chrome trace file.
 
-        Open the file in https://ui.perfetto.dev or chrome://tracing. It has every call that ends, well or
-        not: its tries and stages, and what each server did for it, which is placed in the middle of the time
-        that the client waited. It is written by a thread, a second after a call at the latest, and can be
-        opened after a crash as well. Any number may be entered at once, by any thread, each for a file of
-        its own; the calls of a process that is forked are not in it.
+        Open the file in https://ui.perfetto.dev or chrome://tracing. It holds every finished call, failed
+        ones included: its tries, its stages, and the stages of the server, centred in the time the client
+        waited. A background thread writes it, at most a second after each call, so it can be opened even
+        after a crash. Several may be active at once, from any thread, each with its own file. Calls of forked
+        processes are not recorded.
 
         Args:
-            path: The file; what is there is overwritten.
+            path: Output file; overwritten if it exists.
 
         Raises:
-            OSError: The file cannot be opened; or, at the end and unless something else was raised, not all
-                could be written. No call fails for that.
+            OSError: The file cannot be opened; or, at the end of the block and unless it raised something
+                else, could not be written completely. Calls never fail because of this.
 
         Example:
             >>> with client.profile("calls.json"):
@@ -328,7 +329,7 @@ class Client(Operators):
 
     @property
     def submit(self) -> Submit:
-        """The same methods, returning a `concurrent.futures.Future` at once.
+        """The same methods, each returning a `concurrent.futures.Future` immediately.
 
         Example:
             >>> futures = [client.submit.group_norm_backward(**call) for _ in range(3)]
@@ -352,9 +353,9 @@ class Client(Operators):
         *,
         progress: bool | str | Callable[[Progress], None] = False,
     ) -> tuple[dict[str, Any], ExecutionInfo]:
-        """Sends one call; results by output name and what produced them.
+        """Sends one call; returns results by output name and what produced them.
 
-        Where a product is given, what it does not take is refused here, with the documented error.
+        If a product is given, calls it does not accept are rejected here with the documented error.
         """
         with CallClock(record.name, self._sinks, self._tracing) as clock:
             prepared = self._plans.prepare(record, inputs, attrs, out, options, product)

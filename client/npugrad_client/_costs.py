@@ -1,4 +1,4 @@
-"""What calls of a kind take, sent and run here, and which way is the faster one.
+"""Time that calls of a kind take when sent and when run locally, and which is faster.
 
 Calls of a kind have operator, types and flags in common, and sizes up to the same power of two: models whose
 sizes change from step to step have few kinds all the same. Within a kind, times are compared by byte.
@@ -51,17 +51,16 @@ class CallKind(NamedTuple):
 
 @dataclass(frozen=True)
 class CostRow:
-    """What calls of one kind took, sent and here.
+    """Times of calls of one kind, sent and local.
 
     Attributes:
         operator: Name such as ``"group_norm_backward"``.
-        kind: Type and shape of the largest operand of its first call, such as ``"float32[2,32,64,64]"``.
-        sent: Calls that the service computed, or failed to.
-        local: Calls that ran here.
-        sent_s: Seconds of a call of average size when it is sent, travel included; None where none was.
-        local_s: Seconds of such a call when it runs here; None where none did.
-        won_s: Seconds by which all that was sent was faster than here; below 0 it was slower. None where it
-            is not known.
+        kind: Dtype and shape of the largest operand of its first call, such as ``"float32[2,32,64,64]"``.
+        sent: Number of calls sent to the service, failures included.
+        local: Number of calls that ran locally.
+        sent_s: Seconds for a call of average size when sent, transport included; None if none was sent.
+        local_s: Seconds for such a call when run locally; None if none was.
+        won_s: Seconds saved by the calls that were sent; negative if they were slower. None if unknown.
 
     Example:
         >>> row = CostRow("group_norm_backward", "float32[2,32,64,64]", 10, 3, 0.5, 0.2, -3.0)

@@ -1,4 +1,4 @@
-"""Calls in threads: futures whose cancellation reaches the server, and many calls at once."""
+"""Calls in threads: futures that can be cancelled on the server, and batches of calls."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ T = TypeVar("T")
 
 
 class CallFuture(Future[T]):
-    """The future of a call; cancelling it cancels the call, in flight or not."""
+    """Future of a call; cancelling it cancels the call, whether or not it is in flight."""
 
     def __init__(self) -> None:
-        """A future of a call that has not begun."""
+        """Creates the future of a call that has not started."""
         super().__init__()
         self.flight = Flight()
 
@@ -35,26 +35,27 @@ class CallFuture(Future[T]):
         """Cancels the call.
 
         Returns:
-            False when it is over. One that was in flight is given up by the server, and `result` raises
-            `npugrad_client.Cancelled`; one that had not begun raises `concurrent.futures.CancelledError`.
+            False if the call has finished. If it was in flight, the server gives it up and `result` raises
+            `npugrad_client.Cancelled`; if it had not started, `result` raises
+            `concurrent.futures.CancelledError`.
         """
         return super().cancel() or self.flight.cancel()
 
 
 class Threads:
-    """A pool of threads that make calls; each process has its own.
+    """Thread pool for calls; each process has its own.
 
     Thread safety: `start` may be called from several threads at once.
     """
 
     def __init__(self, transport: Transport, size: int) -> None:
-        """A pool of at most `size` threads, of which none is started yet."""
+        """Creates a pool of at most `size` threads; none is started yet."""
         self._transport, self._size = transport, size
         self._pools: dict[int, ThreadPoolExecutor] = {}
         self._is_closed = False
 
     def start(self, call: Callable[[], T]) -> CallFuture[T]:
-        """Starts a call as soon as there is a thread for it."""
+        """Starts a call as soon as a thread is free."""
         future: CallFuture[T] = CallFuture()
         if self._is_closed:
             raise closed(self._transport.name)
@@ -85,7 +86,7 @@ class Threads:
             future.set_result(result)
 
     def close(self) -> None:
-        """Starts nothing more; what had not begun is cancelled."""
+        """Shuts down; calls that have not started are cancelled."""
         self._is_closed = True
         pool = self._pools.get(os.getpid())
         if pool is not None:
@@ -99,10 +100,11 @@ def _give_up(future: CallFuture[Any]) -> None:
 
 
 class Submit(FutureOperators):
-    """Calls that return at once: each method of the client, returning a future.
+    """The methods of the client, each returning a future immediately.
 
-    At most `Client(threads=...)` calls are in flight; the others wait for a thread. Cancelling a future
-    cancels its call, and closing the client cancels all. A call sees the context variables of who starts it.
+    At most `Client(threads=...)` calls are in flight; others wait for a thread. Cancelling a future cancels
+    its call, and closing the client cancels all of them. A call sees the context variables of the code that
+    starts it.
 
     Thread safety: may be shared by any number of threads.
 
@@ -115,16 +117,16 @@ class Submit(FutureOperators):
     """
 
     def __init__(self, client: Client, threads: Threads) -> None:
-        """The calls of one client."""
+        """Wraps one client."""
         self._client, self._threads = client, threads
 
     def __call__(self, method: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Starts any method of the client.
+        """Runs any method of the client in a thread.
 
         Args:
             method: Such as ``client.validate``.
-            args: Its arguments.
-            kwargs: Its arguments by name.
+            args: Positional arguments.
+            kwargs: Keyword arguments.
         """
         return self._threads.start(lambda: method(*args, **kwargs))
 
@@ -134,7 +136,7 @@ class Submit(FutureOperators):
 
 
 def run_batch(batch: Batch, method: Callable[..., T], threads: Threads, concurrency: int) -> list[Any]:
-    """Runs a batch in threads, so many calls at once; when it ends early, calls in flight are cancelled."""
+    """Runs a batch in threads; if it ends early, calls in flight are cancelled."""
     flying: dict[CallFuture[T], int] = {}
     try:
         with batch:

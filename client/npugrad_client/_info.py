@@ -1,4 +1,4 @@
-"""What a server says of itself, and its verdicts, as frozen records."""
+"""Server information and verdicts as frozen records."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ class DeviceInfo:
     Attributes:
         name: Such as ``"cpu:0"``.
         backend: ``"cpu"``, ``"cpu-reference"``, ``"npu"`` or ``"test"``.
-        description: What the backend says of itself.
+        description: Description by the backend.
         simulated: True when the device is simulated.
         state: ``"starting"``, ``"ready"``, ``"restarting"``, ``"down"`` or ``"quarantined"``.
-        restarts: How often its worker was replaced.
+        restarts: Number of times its worker was replaced.
         reason: Why it is not ready, when it is not.
     """
 
@@ -65,7 +65,7 @@ class DeviceInfo:
 
 @dataclass(frozen=True)
 class ServerLimits:
-    """Limits of a server, in bytes but for `max_queue_depth`, which counts calls.
+    """Limits of a server in bytes, except `max_queue_depth`, which is a number of calls.
 
     Example:
         >>> limits = client.server_info().limits
@@ -95,14 +95,14 @@ class ServerInfo:
         product: Product it serves.
         devices: Its devices.
         limits: Its limits.
-        versions: Versions of what it is built on, by name.
+        versions: Versions of the components it is built on, by name.
         operators: Names of the operators it runs.
-        draining: Whether it is about to end, so that calls should go elsewhere.
+        draining: Whether it is shutting down, so that calls should go elsewhere.
         uptime_s: Seconds since it started.
-        queue_depth: Calls waiting for a device now.
+        queue_depth: Calls currently waiting for a device.
         accepted_calls: Calls admitted since it started.
-        input_arena_used_bytes: Bytes of operands held now.
-        output_arena_used_bytes: Bytes of results held now.
+        input_arena_used_bytes: Bytes of operands currently held.
+        output_arena_used_bytes: Bytes of results currently held.
     """
 
     version: str
@@ -189,11 +189,11 @@ class ConstraintInfo:
 
     Attributes:
         id: Stable identifier.
-        code: aclnn number when violated.
+        code: aclnn code of a call that violates it.
         text: The documented sentence.
         sources: Where it is documented.
-        operands: Operands it is about.
-        vendor_code: What the vendor's own source answers: a number, ``"accepts"``, or ``"varies"`` where that
+        operands: Operands it concerns.
+        vendor_code: What the vendor's own source returns: a number, ``"accepts"``, or ``"varies"`` if it
             depends on the call.
     """
 
@@ -219,8 +219,8 @@ class OperatorInfo:
         summary: What it computes.
         parameters: In the order of the C signature.
         constraints: In the order they are reported.
-        supported: False where the product has no such operator, or none of the server's devices.
-        min_cann: Oldest CANN release that has it.
+        supported: False if the product or all of the server's devices lack the operator.
+        min_cann: Oldest CANN release with the operator.
     """
 
     name: str
@@ -233,7 +233,7 @@ class OperatorInfo:
 
 
 def product_number(product: Product | str | None) -> Any:
-    """Wire number of a product; 0, the server's own, for None."""
+    """Wire number of a product; 0 for None, which is the server's."""
     return 0 if product is None else product_from_name(product).wire
 
 
@@ -246,7 +246,7 @@ def encode_validation(
     *,
     registry: Registry = REGISTRY,
 ) -> Any:
-    """The request that validates a call without data; errors as in `Client.validate`."""
+    """Encodes the request to validate a call without data; errors as in `Client.validate`."""
     record = get_operator(operator, registry.records)
     call = make_call(record, inputs, attrs, outputs)
     message, _ = codec.encode_request(call.inputs, {}, record, call.attrs, call.outputs, registry=registry)
@@ -256,7 +256,7 @@ def encode_validation(
 
 
 def decode_verdict(response: validation_pb2.ValidateResponse) -> Verdict:
-    """The verdict of a server; raises NpugradError when it is malformed."""
+    """Decodes the verdict of a server; raises NpugradError if it is malformed."""
     try:
         outputs: dict[str, TensorMeta | None] = {
             o.name: codec.decode_meta(o.meta, "validate", o.name) if o.HasField("meta") else None
@@ -282,7 +282,7 @@ def _sources(messages: Any) -> tuple[Source, ...]:
 
 
 def decode_server_info(response: server_pb2.GetServerInfoResponse) -> ServerInfo:
-    """The description of a server; raises NpugradError when it serves a product that is not known here."""
+    """Decodes the description of a server; raises NpugradError if its product is unknown here."""
     product = product_from_wire(response.product)
     if product is None:
         raise NpugradError(
@@ -317,12 +317,12 @@ def _state(number: Any) -> str:
 
 
 def encode_list(product: Product | str | None) -> server_pb2.ListOperatorsRequest:
-    """The request that lists the operators."""
+    """Encodes the request to list the operators."""
     return server_pb2.ListOperatorsRequest(product=product_number(product))
 
 
 def decode_operators(response: server_pb2.ListOperatorsResponse) -> tuple[OperatorInfo, ...]:
-    """The operators a server lists."""
+    """Decodes the list of operators."""
     return tuple(
         OperatorInfo(
             name=o.name,

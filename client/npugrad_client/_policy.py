@@ -1,7 +1,7 @@
-"""Where a backward call runs, at the service or here; what is said of it, and what is counted.
+"""Decides whether a backward call runs locally or on the service; warns and counts.
 
-One engine for all that may keep a call here, in `npugrad_client.torch` and `npugrad_client.jax`. It knows no
-framework: the call comes as a `BackwardCall`, and what computes it here as a function.
+One engine for everything in `npugrad_client.torch` and `npugrad_client.jax` that may run a call locally. It
+is independent of the framework: it gets a `BackwardCall` and a function that computes the call locally.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 
 MIN_BYTES = 512 * 1024
-"""Default of `min_bytes`: below it the fixed cost of a call is more than half of its travel (measured).
+"""Default of `min_bytes`: below it, over half of a call's time is fixed overhead (measured).
 
 Example:
     >>> mode = remote(client, min_bytes=4 * MIN_BYTES)
@@ -61,7 +61,7 @@ _LACKING = "the server lacks it"
 
 
 class RemoteWarning(UserWarning):
-    """Something that could have been sent was not; said once for each kind by each `remote` or `Policies`.
+    """A call ran locally that could have been sent; issued once per kind and `remote` or `Policies`.
 
     Example:
         >>> import warnings
@@ -70,14 +70,14 @@ class RemoteWarning(UserWarning):
 
 
 class Options(TypedDict, total=False):
-    """What every call of the service takes beside operands and attributes.
+    """Options of every call besides operands and attributes.
 
     Attributes:
         timeout_s: Deadline of the whole call in seconds; None for the client's default.
-        deterministic: Ask for results that do not depend on the order of summation.
-        priority: Calls of higher priority leave the queue first; -100 to 100.
+        deterministic: Request results that do not depend on the order of summation.
+        priority: -100 to 100; calls of higher priority leave the queue first.
         label: Name of the caller or experiment.
-        verify: Have the server recompute the call and refuse a result that differs.
+        verify: Have the server recompute the call with its reference and fail if the result differs.
     """
 
     timeout_s: float | None
@@ -88,27 +88,27 @@ class Options(TypedDict, total=False):
 
 
 class Policies:
-    """What becomes of a call that is small, refused or fails, and what became of those so far.
+    """What to do with calls that are small, rejected or fail; also counts what ran where.
 
-    The functions of `npugrad_client.torch` and `npugrad_client.jax` take one, and any number of calls of any
-    functions may share it. Without one they send every call, and raise what the documents refuse.
+    Pass one to the functions of `npugrad_client.torch` and `npugrad_client.jax`; any number of calls may
+    share it. Without one, these functions send every call and raise documented errors.
 
-    What stays here is computed by a formula of ours, in every type and of any sizes that fit together.
+    Local computation supports all floating dtypes and all consistent sizes.
 
-    Thread safety: any number of threads may use one. Counts are shared.
+    Thread safety: any number of threads may share one. Counts are shared.
 
     Args:
-        on_refused: What the documents do not allow (float64, 5 channels, ...): ``"warn"`` runs it here, with
-            one warning for each kind, ``"local"`` runs it here without a word, ``"raise"`` raises the
-            documented error.
-        on_error: When the service fails: ``"raise"`` raises the typed error, ``"local"`` runs the call here,
+        on_refused: For calls that the documents do not allow (float64, 5 channels, ...): ``"warn"`` runs them
+            locally with one warning of each kind, ``"local"`` runs them locally without a warning,
+            ``"raise"`` raises the documented error.
+        on_error: When the service fails: ``"raise"`` raises its error, ``"local"`` runs the call locally,
             with a warning for each class of error, and counts it.
-        min_bytes: Calls with less in operands and results together stay here. 0 sends all.
-        policy: ``"faster"`` sends what the service is faster with, which it learns from the first calls of
-            each kind, and which JAX does not tell; ``"always"`` sends all that it can.
+        min_bytes: Calls with fewer bytes of operands and results run locally. 0 sends all.
+        policy: ``"always"`` sends every call it can; ``"faster"`` sends calls that are faster on the service,
+            measured on the first calls of each kind. ``"faster"`` is not available in JAX.
 
     Raises:
-        ValueError: A policy that there is not, or a negative `min_bytes`.
+        ValueError: Unknown policy, or negative `min_bytes`.
 
     Example:
         >>> policies = Policies(on_refused="warn", on_error="local")
@@ -134,17 +134,17 @@ class Policies:
         self._servers: weakref.WeakKeyDictionary[Client, ServerInfo] = weakref.WeakKeyDictionary()
 
     def summary(self) -> Summary:
-        """What went where so far, all threads together; print it for a table."""
+        """Returns counts of what ran where, over all threads; print it for a table."""
         return self._ledger.summary(self._costs.rows())
 
 
 def require_policies(
     owner: str, on_refused: str, on_error: str, min_bytes: int, policy: str = "always"
 ) -> None:
-    """Refuses words that are none of a policy's.
+    """Rejects unknown policies.
 
     Raises:
-        ValueError: A policy that there is not, or a negative `min_bytes`.
+        ValueError: Unknown policy, or negative `min_bytes`.
     """
     if min_bytes < 0:
         raise ValueError(f"{owner}: min_bytes: found {min_bytes}; expected 0 or more")

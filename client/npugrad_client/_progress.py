@@ -1,8 +1,7 @@
-"""Progress of one call: what a caller is told of its tries while they go on.
+"""Progress of a call: reports on its tries while it runs.
 
-Nothing is told from where frames are made and read: they count bytes, and the counts are looked at from
-beside the call, by a thread or by a task of the same event loop. A call whose progress nobody asked for has
-neither.
+The code that sends and receives frames only counts bytes. A thread, or a task of the same event loop, reads
+these counts and reports; calls without `progress` have neither.
 """
 
 from __future__ import annotations
@@ -26,18 +25,18 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 ProgressStage = Literal["sending", "waiting", "receiving", "done"]
-"""What a call is at; each comes once, in this order, in every try that gets that far."""
+"""Stages of a call; a try goes through them once, in this order."""
 _STAGES: tuple[ProgressStage, ...] = get_args(ProgressStage)
 _EVERY_S = 0.1
-"""How often the counts are looked at."""
+"""Seconds between two looks at the counts."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a call is, as a callable given as ``progress`` is told.
+    """State of a call, as passed to a ``progress`` callable.
 
-    A call of less than 2 MiB travels as one message: it has stages, and no bytes are counted. Nor are those
-    of a streamed call that travel in its first message, such as operands below 64 KiB.
+    Calls below 2 MiB travel as one message: they have stages but no byte counts. In streamed calls, operands
+    below 64 KiB travel in the first message and are not counted.
 
     Example:
         >>> def show(progress: Progress) -> None:
@@ -49,12 +48,12 @@ class Progress:
 
     Attributes:
         stage: ``"sending"``, ``"waiting"`` for the result, ``"receiving"`` or ``"done"``.
-        sent_bytes: Bytes of operands that were handed to the connection.
-        bytes_to_send: Of how many; 0 until known.
-        received_bytes: Bytes of results that have arrived.
-        bytes_to_receive: Of how many; 0 until known.
-        try_number: The try that this is about, from 1. Each begins anew; of several at once it is the one
-            that is furthest.
+        sent_bytes: Bytes of operands handed to the connection so far.
+        bytes_to_send: Total bytes of operands to send; 0 until known.
+        received_bytes: Bytes of results received so far.
+        bytes_to_receive: Total bytes of results to receive; 0 until known.
+        try_number: Number of the try, from 1. Counts start again with each try; of several tries in flight,
+            the most advanced is reported.
     """
 
     stage: ProgressStage

@@ -1,7 +1,7 @@
-"""When a call is tried again: a policy, a budget, and the schedule of one call. No clock, thread or socket.
+"""Retries: the policy, the budget, and the schedule of one call. No clock, thread or socket.
 
-The operators are pure functions, so that trying twice never changes a result. What is retried is what the
-error table calls retryable. A `RetrySchedule` is asked for its next step and told how tries ended; both
+Operators are pure functions, so a retry never changes a result. Errors are retried that the error table marks
+as retryable. A transport asks a `RetrySchedule` for its next step and tells it how each try ended; both
 transports follow the same schedules.
 """
 
@@ -27,29 +27,28 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger("npugrad_client")
 _QUIET_S = 1.0
-"""How long a call waits for a lost server before the log says so: who mistyped an address must not wonder."""
+"""Seconds a call waits for an unreachable server before a warning is logged, as for a mistyped address."""
 _LEAST_WAIT_S = 0.02
-"""Between two tries of a call at a lost server, whatever the policy says: no host is to be flooded."""
+"""Minimum pause between tries at an unreachable server, whatever the policy says, so as not to flood it."""
 _MOST_DOUBLINGS = 60
 """Of a wait, which has long been the longest then; floats end at 1024."""
 
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """When a call is tried again, how often, and for how long.
+    """Policy for retries: when, how often, and for how long.
 
-    Only errors that the error table calls retryable are (`error.retryable`). A call that meets one goes to
-    another server at once, if there is one that it has not tried; else it waits, ``initial_backoff_s``
-    doubled for each try, at most ``max_backoff_s``, times a random factor of 0 to 1. There are two kinds:
+    Only retryable errors (`error.retryable`) are retried. The call goes to another server at once if there is
+    one it has not tried; otherwise it waits for ``initial_backoff_s``, doubled for each try up to
+    ``max_backoff_s``, times a random factor between 0 and 1. There are two kinds of retries:
 
-    - The server is lost (`ConnectError`) or drains (`ServerDraining`), as happens when it restarts. Such
-      tries go on for ``retry_for_s``, however many they are. After a second of that the logger
-      ``npugrad_client`` warns.
-    - Every other failure: the server is full now or has no device. Such tries are counted by ``max_tries``,
-      and each waits at least as long as the server asks for. A call that its server expects to miss its
-      deadline (WOULD_MISS_DEADLINE) is only tried on another server; where there is none, it fails at
-      once. What looks like a mistake (`ConnectError.is_misconfigured`, such as a name that cannot be
-      resolved) belongs here until the server was reached once.
+    - The server is unreachable (`ConnectError`) or draining (`ServerDraining`), as during a restart. Retries
+      go on for ``retry_for_s``, whatever their number. After a second, the logger ``npugrad_client`` warns.
+    - Every other failure, such as a full queue or no ready device. ``max_tries`` limits these, and each waits
+      at least as long as the server asks. A call expected to miss its deadline (WOULD_MISS_DEADLINE) is only
+      retried on another server; without one it fails at once. Apparent misconfiguration
+      (`ConnectError.is_misconfigured`, such as a name that does not resolve) counts here until the server has
+      been reached once.
 
     Example:
         >>> patient = RetryPolicy(retry_for_s=300.0)
@@ -58,23 +57,23 @@ class RetryPolicy:
         Client('host1:50051, host2:50051')
 
     Attributes:
-        max_tries: Tries of a call, hedges included, without those that found the server lost or draining, or
-            one message too large for it. 1 sends a call once, whatever becomes of it.
-        retry_for_s: Seconds for which a call waits for servers that are lost or drain, from when it first
-            finds one so; 0 tries each server once and waits for none. A try under way is not cut short.
-        initial_backoff_s: Longest wait in seconds before the second try.
-        max_backoff_s: Longest wait in seconds that the client chooses by itself.
-        max_retry_after_s: A server that asks for a longer wait than this many seconds is not waited for: its
-            error is raised.
+        max_tries: Maximum number of tries of a call, hedges included; tries that found the server unreachable
+            or draining, or the message too large, do not count. 1 for no retries.
+        retry_for_s: Seconds to keep trying while servers are unreachable or draining, from the first such
+            failure; 0 tries each server once. A try in flight is not cut short.
+        initial_backoff_s: Maximum wait in seconds before the second try.
+        max_backoff_s: Maximum wait in seconds between tries, unless the server asks for longer.
+        max_retry_after_s: If the server asks for a longer wait than this many seconds, raise its error
+            instead.
         try_timeout_s: Deadline of each try in seconds, within that of the call; None for none. A try that
-            passes it is tried again.
-        hedge_after_s: Seconds without an answer after which a call is sent a second time, to another server
-            if there is one, and again after as long until `max_tries` are spent; the first answer counts and
-            the other calls are cancelled. None for never.
-        budget: Retries and hedges that may be spent at once, by all calls of a client. A try after one that
-            found its server lost or draining costs nothing, everything else one.
-        budget_refill: What each answered call gives back, up to `budget`. So in the long run, the load of
-            an overloaded server grows by no more than this part.
+            exceeds it is retried.
+        hedge_after_s: Seconds without an answer after which the call is sent again in parallel, to another
+            server if there is one, and so on up to `max_tries`; the first answer wins and the other tries are
+            cancelled. None for never.
+        budget: Size of the retry budget shared by all calls of a client. A retry or hedge costs 1; a retry
+            because a server was unreachable or draining costs nothing.
+        budget_refill: What each answered call adds back, up to `budget`. In the long run, retries add at most
+            this fraction to the load of an overloaded server.
     """
 
     max_tries: int = 4
@@ -88,7 +87,7 @@ class RetryPolicy:
     budget_refill: float = 0.1
 
     def __post_init__(self) -> None:
-        """Refuses what cannot be meant."""
+        """Rejects invalid values."""
         for name, least in (("max_tries", 1), ("budget", 0), ("budget_refill", 0)):
             if not getattr(self, name) >= least:
                 raise ValueError(f"{name}: found {getattr(self, name)}; expected {least} or more")
@@ -102,13 +101,13 @@ class RetryPolicy:
 
 
 RETRY = RetryPolicy()
-"""What a client does unless it is told otherwise."""
+"""The default policy."""
 ONCE = RetryPolicy(max_tries=1)
 """What `retry=None` means: a call is sent once."""
 
 
 class RetryBudget:
-    """What is left for retries: a bucket that retries drain and answers fill.
+    """Retry budget: a token bucket that retries drain and answers refill.
 
     Thread safety: every method may be called from several threads at once.
     """
@@ -121,11 +120,11 @@ class RetryBudget:
 
     @property
     def left(self) -> float:
-        """Retries that may be spent now."""
+        """Retries currently available."""
         return self._left
 
     def take(self) -> bool:
-        """Spends one; False when there is none."""
+        """Takes one; False if none is left."""
         with self._lock:
             if self._left < 1:
                 return False
@@ -133,7 +132,7 @@ class RetryBudget:
             return True
 
     def refill(self) -> None:
-        """Gives back what an answered call is worth."""
+        """Adds what an answered call gives back."""
         with self._lock:
             self._left = min(self._most, self._left + self._refill)
 
@@ -165,7 +164,7 @@ class Wait:
 
 
 class RetrySchedule:
-    """The tries of one call. Times are seconds on the caller's monotonic clock."""
+    """Schedule of the tries of one call. Times are seconds on the caller's monotonic clock."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What went where: counts of calls by where they ran, and their table."""
+"""Counts of calls by where they ran, and their table."""
 
 from __future__ import annotations
 
@@ -36,18 +36,17 @@ _SHOWN_FROM = 0.01
 
 @dataclass(frozen=True)
 class SummaryRow:
-    """Calls of one operator that went one way for one reason.
+    """Calls of one operator that ran in one place for one reason.
 
     Attributes:
         operator: Name such as ``"group_norm_backward"``.
-        is_sent: Whether the service computed them.
-        why: Why they stayed here, or ``"as float32"`` where mixed types were sent as such; else empty.
-        calls: How many.
-        bytes: Bytes of their operands and results, whether or not they travelled.
-        seconds: Time they took, travel included.
-        stages: Seconds of those that were sent by stage, as in a `Timeline`, and by ``"transport"`` those
-            that no stage covers. Together they may be more than `seconds`: one side sends while the other
-            receives.
+        is_sent: Whether they ran on the service.
+        why: Why they ran locally, or ``"as float32"`` if mixed dtypes were sent as float32; else empty.
+        calls: Number of calls.
+        bytes: Bytes of their operands and results, whether sent or not.
+        seconds: Time they took, transport included.
+        stages: For calls that were sent, seconds by stage as in a `Timeline`, with ``"transport"`` for time
+            outside all stages. The sum may exceed `seconds`, because stages of client and server overlap.
 
     Example:
         >>> row = SummaryRow("group_norm_backward", is_sent=True, why="", calls=2, bytes=2**20, seconds=0.5)
@@ -66,12 +65,12 @@ class SummaryRow:
 
 @dataclass(frozen=True, repr=False)
 class Summary:
-    """What went where since a `remote` was made; printing it gives a table.
+    """Counts of what ran where since a `remote` or `Policies` was created; prints as a table.
 
     Attributes:
-        rows: By operator, what was sent first.
-        costs: What calls took here and there, by operator and kind, what took longest first. Times here are
-            known of the kinds that ``policy="faster"`` tried here.
+        rows: Rows by operator, sent calls first.
+        costs: Time of calls sent and run locally, by operator and kind, longest first. Local times are known
+            for the kinds that ``policy="faster"`` tried locally.
         seen: Nodes of autograd that ran while a `remote` was entered, until the first one that it knows; None
             where nobody looked.
 
@@ -90,32 +89,32 @@ class Summary:
 
     @property
     def sent(self) -> int:
-        """Calls that the service computed."""
+        """Number of calls that ran on the service."""
         return sum(row.calls for row in self.rows if row.is_sent)
 
     @property
     def local(self) -> int:
-        """Calls that stayed here."""
+        """Number of calls that ran locally."""
         return sum(row.calls for row in self.rows if not row.is_sent)
 
     @property
     def as_float32(self) -> int:
-        """Calls of mixed types that were sent as float32 and whose results were cast back."""
+        """Number of calls with mixed dtypes that were sent as float32 and cast back."""
         return sum(row.calls for row in self.rows if row.is_sent and row.why)
 
     @property
     def failed(self) -> int:
-        """Calls that were tried at the service, failed there, and then ran here."""
+        """Number of calls that failed on the service and then ran locally."""
         return sum(row.calls for row in self.rows if row.why.startswith(FAILED))
 
     @property
     def won_s(self) -> float | None:
-        """Seconds that sending won, of the kinds whose time here is known; None where none is."""
+        """Seconds saved by sending, over kinds whose local time is known; None if there are none."""
         known = [row.won_s for row in self.costs if row.won_s is not None]
         return sum(known) if known else None
 
     def __str__(self) -> str:
-        """The table; a second one of where the time of calls went that were sent; a third of what it won."""
+        """The table, then one of where the time of sent calls went, and one of what sending saved."""
         parts = (self._calls(), _stages_part(self.rows), _costs_part(self))
         return "\n\n".join(part for part in parts if part)
 

@@ -1,4 +1,4 @@
-"""Encrypted connections: what a client trusts, and who it is."""
+"""TLS settings of a client: trusted authorities and its own certificate."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ each second."""
 
 @dataclass(frozen=True)
 class Tls:
-    """How a client encrypts: what it trusts, and for mutual TLS who it is.
+    """TLS settings of a client: whom it trusts and, for mutual TLS, its own certificate.
 
-    Each is PEM text as bytes, or the path of a file with it. Files are read when the client is made, and
-    again when they change: calls that begin then go over a new connection, the others end on theirs. Files
-    that cannot be used leave everything as it is.
+    Certificates and keys are PEM text as bytes, or the path of a PEM file. Files are read when the client is
+    created and again when they change: new calls then use a new connection, while calls in flight finish on
+    theirs. If a changed file is unusable, the client keeps what it has.
 
     Example:
         >>> tls = Tls(ca="ca.pem")  # trust this authority only
@@ -36,11 +36,10 @@ class Tls:
         Client('npugrad.example.org:443')
 
     Attributes:
-        ca: Certificates of the authorities that may have signed the server's; None for the system's.
-        certificate: The client's own certificate and what leads to an authority the server trusts.
-        key: Private key of `certificate`; both or neither.
-        server_name: Name the server's certificate must have, where that is not the target's; None for the
-            target's.
+        ca: Certificates of the authorities to trust; None for the system's.
+        certificate: The client's certificate, with any intermediate certificates.
+        key: Private key of `certificate`; give both or neither.
+        server_name: Name to expect in the server's certificate; None for that of the target.
     """
 
     ca: Pem | None = None
@@ -49,13 +48,13 @@ class Tls:
     server_name: str | None = None
 
     def __post_init__(self) -> None:
-        """Refuses half of a pair."""
+        """Rejects a certificate without a key, and the reverse."""
         if (self.certificate is None) != (self.key is None):
             found, lacking = ("key", "certificate") if self.certificate is None else ("certificate", "key")
             raise ValueError(f"tls: a {found} needs a {lacking}")
 
     def __repr__(self) -> str:
-        """Which parts there are; never a key."""
+        """Shows which parts are set, never a key."""
         parts = [n for n in ("ca", "certificate", "key") if getattr(self, n) is not None]
         return f"Tls({', '.join([*(f'{n}=...' for n in parts), f'server_name={self.server_name!r}'])})"
 
@@ -64,7 +63,7 @@ class Tls:
 
         Raises:
             OSError: A file cannot be read.
-            ValueError: What was read is no PEM.
+            ValueError: The content is not PEM.
         """
         return (
             _pem("ca", self.ca or _system_roots()),
@@ -91,7 +90,7 @@ class TlsSource:
 
         Raises:
             OSError: A file cannot be read.
-            ValueError: What was read is no PEM.
+            ValueError: The content is not PEM.
         """
         self._tls, self._files = tls, tls.files()
         self._stamp = self._stamp_now()

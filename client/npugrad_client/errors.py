@@ -1,34 +1,33 @@
-"""What a call can raise: the exceptions of `npugrad.errors`, as a caller meets them.
+"""Exceptions a call can raise, from `npugrad.errors`.
 
 NpugradError                    .reason .operator .retryable .tries .request_id .cause
-├── TransportError              nothing usable came back         .retry_after_s
+├── TransportError              no usable answer                 .retry_after_s
 │   ├── ConnectError            the server cannot be reached; retry
-│   │   └── TlsError            the two sides did not agree on an encrypted connection
+│   │   └── TlsError            no TLS connection could be established
 │   ├── DeadlineExceeded        the deadline passed
 │   ├── Cancelled               the call was cancelled, or the client closed
-│   ├── ServerBusy              queue or memory full, no device ready; retry
-│   ├── ServerDraining          the server shuts down; retry elsewhere
-│   ├── CircuitOpen             such calls killed workers; one may be tried again later
-│   ├── TenantRefused           the server serves nobody like this caller
-│   └── CallTooLarge            can never fit into the server
-├── RequestError                the call is not well formed      .operand
-│   ├── MalformedTensor         shape, strides, type and content do not fit together
-│   ├── MalformedRequest        an attribute is missing, of the wrong type or outside int64
+│   ├── ServerBusy              queue or memory full, or no device ready; retry
+│   ├── ServerDraining          the server is shutting down; retry elsewhere
+│   ├── CircuitOpen             such calls killed workers; rejected for a while
+│   ├── TenantRefused           the caller is not a tenant of the server
+│   └── CallTooLarge            too large for the server
+├── RequestError                the call is malformed            .operand
+│   ├── MalformedTensor         shape, strides, dtype and content are inconsistent
+│   ├── MalformedRequest        an attribute is missing, of the wrong type or out of range
 │   ├── UnsafeLevels            level sizes or starts point outside the value tensor (NPU)
-│   ├── InvalidRecipe           no content can be made from a recipe
-│   └── RecipeMismatch          the server makes another content from a recipe than its digest says
-└── OperatorError               the operator says no             .code .constraint .violations .source
+│   ├── InvalidRecipe           a recipe is invalid
+│   └── RecipeMismatch          the generated content does not match the recipe's digest
+└── OperatorError               the operator rejects the call    .code .constraint .violations .source
     ├── NullOperand             161001: a required operand or attribute is null
     ├── InvalidOperand          161002: an operand or attribute breaks a documented rule
     ├── TilingError             561002: the sizes break a documented limit of the tiling
-    ├── UnsupportedOperator     the product or the server has no such operator
-    └── DeviceError             a device failed; `.code` is the vendor's number when there is one
-        ├── DeviceOutOfMemory   no device memory for the call now; retry
-        └── WorkerLost          the worker died under the call every time
+    ├── UnsupportedOperator     the product or server lacks the operator
+    └── DeviceError             a device failed; `.code` is the vendor's code if there is one
+        ├── DeviceOutOfMemory   the device is out of memory; retry later
+        └── WorkerLost          the worker died each time the call was tried
 
-A `NpugradError` that is none of these is a server that failed or did not keep to the contract. Messages
-name operator, operand, what was found and what is expected. All can be pickled; `.cause`, which holds
-what grpc raised, is left behind then.
+A plain `NpugradError` means that the server failed or violated the protocol. Messages name the operator, the
+operand, what was found and what was expected. All can be pickled, except for `.cause`, the gRPC error.
 """
 
 from __future__ import annotations
@@ -111,9 +110,9 @@ __all__ = [
 
 
 class TlsError(ConnectError):
-    """No encrypted connection: a certificate is missing, not trusted or of another name, or a side is plain.
+    """TLS failed: a certificate is missing, untrusted or for another name, or one side does not use TLS.
 
-    Not retried: it takes another certificate or another setting.
+    Not retried, because only another certificate or setting helps.
 
     Example:
         >>> Client("localhost:50051", tls=True, retry=None).server_info()
@@ -123,7 +122,7 @@ class TlsError(ConnectError):
 
     @property
     def retryable(self) -> bool:
-        """False."""
+        """Always False."""
         return False
 
 
@@ -225,12 +224,12 @@ def translate(
     is_ours: bool = False,
     records: Mapping[str, OpRecord] = OPERATORS,
 ) -> NpugradError:
-    """The exception for a failed RPC: from the service's details when there are some, else from the status.
+    """Returns the exception for a failed RPC, from the service's error details or else from the gRPC status.
 
     Args:
-        error: What grpc raised; kept as `.cause`.
+        error: The gRPC error; kept as `.cause`.
         attempt: The try that failed.
-        is_ours: Whether this side cancelled it.
+        is_ours: Whether this client cancelled it.
         records: The operators by name.
     """
     details = _details(error, records)

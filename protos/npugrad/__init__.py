@@ -1,7 +1,7 @@
 """The contract of npugrad: types, operator records, error codes and the validator.
 
-Both sides import it and it imports neither. `npugrad.validate` tells, without data and without a
-server, what the aclnn operator would answer and which documented constraints a call breaks.
+Client and server import it; it imports neither. `npugrad.validate` returns the status that the aclnn operator
+would return and the documented constraints that a call violates, without data and without a server.
 """
 
 from __future__ import annotations

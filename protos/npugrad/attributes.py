@@ -24,20 +24,20 @@ MAX_STRING_BYTES = 4096
 
 @dataclass(frozen=True, repr=False)
 class Scalar:
-    """A number that carries its type, as aclScalar does; equal to another of the same type and bits.
+    """A number with a dtype, like aclScalar; equal to another of the same dtype and bits.
 
     Example:
         >>> Scalar("float16", 0.1).value
         0.0999755859375
 
     Attributes:
-        dtype: Type; a name is accepted and becomes a `DType`.
+        dtype: Dtype; names are converted to `DType`.
         content: The number, little-endian, itemsize bytes.
 
     Raises:
-        TypeError: The value is no number, or data of the type does not travel.
-        OverflowError: The number is finite and the type has none that is near.
-        ValueError: There is no such type.
+        TypeError: The value is not a number, or data of this dtype is never sent.
+        OverflowError: The number is finite but out of range for the dtype.
+        ValueError: Unknown dtype.
     """
 
     dtype: DType

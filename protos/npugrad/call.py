@@ -1,4 +1,4 @@
-"""What accompanies a call besides its operands, free of any wire format."""
+"""What accompanies a call besides its operands, independent of the wire format."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ if TYPE_CHECKING:
     from npugrad.timeline import Recorded, Timeline
 
 MAX_LABEL = 64
-"""Longest label of a call, in characters."""
+"""Maximum length of a label in characters."""
 PRIORITIES = range(-100, 101)
 """Legal priorities of a call."""
 
 
 @dataclass(frozen=True)
 class CallOptions:
-    """Options that every call carries.
+    """Options of a call.
 
     Attributes:
-        deterministic: Ask for results that do not depend on the order of summation.
-        priority: Calls of higher priority leave the queue first; -100 to 100.
-        label: Name of the caller or experiment, at most 64 printable ASCII characters; labels share the
-            devices fairly.
-        verify: Have the server recompute the call with the reference and refuse a result that differs.
+        deterministic: Request results that do not depend on the order of summation.
+        priority: -100 to 100; calls of higher priority leave the queue first.
+        label: Name of the caller or experiment, at most 64 printable ASCII characters; labels get fair shares
+            of the devices.
+        verify: Have the server recompute the call with the reference and fail if the result differs.
     """
 
     deterministic: bool = False
@@ -37,7 +37,7 @@ class CallOptions:
     verify: bool = False
 
     def problem(self) -> tuple[str, str] | None:
-        """Name of a bad option and what is wrong with it; None when all are fine."""
+        """Name of an invalid option and what is wrong with it; None if all are valid."""
         for name, is_of_type, wanted in (
             ("deterministic", _is_flag, "True or False"),
             ("priority", _is_integer, f"an integer from {PRIORITIES[0]} to {PRIORITIES[-1]}"),
@@ -71,7 +71,7 @@ def _is_text(value: object) -> bool:
 
 @dataclass(frozen=True)
 class VerifiedOutput:
-    """How far an output of a right result is from the float64 reference.
+    """Deviation of a verified output from the float64 reference.
 
     Example:
         >>> print(VerifiedOutput("grad_input", 1.5e-6, 2e-7, 0.03))
@@ -81,9 +81,9 @@ class VerifiedOutput:
 
     Attributes:
         name: Name of the output.
-        max_absolute_error: Largest absolute error of an element, over finite elements.
-        max_relative_error: That, as a share of the largest absolute value of the reference.
-        tolerance_used: Largest error as a share of what the tolerance allows, of elements and their mean; at
+        max_absolute_error: Largest absolute error over finite elements.
+        max_relative_error: The same, relative to the largest absolute value of the reference.
+        tolerance_used: Largest error as a fraction of the tolerance, over single elements and their mean; at
             most 1.
     """
 
@@ -93,7 +93,7 @@ class VerifiedOutput:
     tolerance_used: float
 
     def __str__(self) -> str:
-        """One line for a person."""
+        """One-line description."""
         return (
             f"{self.name}: max absolute error {self.max_absolute_error:.2e}, max relative error "
             f"{self.max_relative_error:.2e}, {self.tolerance_used:.2g} of what is allowed"
@@ -102,7 +102,7 @@ class VerifiedOutput:
 
 @dataclass(frozen=True, repr=False)
 class ExecutionInfo:
-    """What produced a result and how long each stage took.
+    """Where a result was computed and how long each stage took.
 
     Example:
         >>> info = client.group_norm_backward(**call).info
@@ -115,24 +115,23 @@ class ExecutionInfo:
         product: Product the call was validated for.
         simulated: True when the device is simulated.
         workspace_bytes: Workspace the operator asked for.
-        attempts: How often the call was started; above 1 when a worker died under it or a device could not
-            take it.
+        attempts: Number of times the call was started; above 1 if a worker died or a device could not take
+            the call.
         queued_s: Seconds between admission and start on the device.
         copy_in_s: Seconds spent copying operands to the device.
         run_s: Seconds the operator ran.
         copy_out_s: Seconds spent copying results from the device.
         request_id: Identifier of the request in the server's log.
-        verification: What `verify` has to tell of a right result: by which rule of coordinates it is right if
-            not by the service's own, and how many points lie on the other side of a pixel edge. Empty where
-            there is nothing to tell.
-        verified: How far each wanted output is from the reference, where the call was verified.
-        predicted_wait_s: Seconds that the server expected the call to wait, when it came.
-        predicted_run_s: Seconds that it expected `copy_in_s`, `run_s` and `copy_out_s` to be together; 0.0
-            where it knew no such call.
-        tries: How often the client sent the call; above 1 when a server was lost or busy, or slow where the
-            client hedges. Not on the wire.
-        recorded: What `timeline` is made from; None where nothing was recorded. No field, so that
-            `dataclasses.asdict` gives what was always in it.
+        verification: Notes on a verified result: the coordinate rule it agrees with, if not the service's
+            own, and the number of points on the other side of a pixel edge. Empty if there is nothing to
+            note.
+        verified: Deviation of each requested output from the reference, if the call was verified.
+        predicted_wait_s: Seconds the server expected the call to wait, on arrival.
+        predicted_run_s: Seconds it expected for `copy_in_s`, `run_s` and `copy_out_s` together; 0.0 if it had
+            seen no such call.
+        tries: Number of times the client sent the call; above 1 after retries or hedges. Not on the wire.
+        recorded: Source of `timeline`; None if nothing was recorded. Not a field, so that
+            `dataclasses.asdict` leaves it out.
     """
 
     backend: str
@@ -155,7 +154,7 @@ class ExecutionInfo:
 
     @property
     def timeline(self) -> Timeline | None:
-        """Where the time of the call went, from its first line to its results; None where nobody recorded it.
+        """Where the time of the call went, from call to return; None if it was not recorded.
 
         Example:
             >>> timeline = client.group_norm_backward(**call).info.timeline
@@ -189,7 +188,7 @@ class ExecutionInfo:
         return table if timeline is None else f"{table}\n{timeline._repr_html_()}"
 
     def note(self, recorded: Recorded | None) -> ExecutionInfo:
-        """Notes what was measured of the call; for whoever makes the info, which is returned."""
+        """Attaches what was measured; returns self."""
         object.__setattr__(self, "recorded", recorded)
         return self
 

@@ -19,7 +19,7 @@ class DType(str, Enum):
     Attributes:
         wire: Number in `npugrad.v1.DataType`.
         acl: Number in `aclDataType`.
-        itemsize: Bytes of one element; 0 where no data travels.
+        itemsize: Bytes per element; 0 for types whose data is never sent.
     """
 
     wire: int
@@ -67,7 +67,7 @@ class DType(str, Enum):
 
     @property
     def has_data(self) -> bool:
-        """Whether tensors of this type travel with data."""
+        """Whether tensors of this type are sent with data."""
         return self.itemsize > 0
 
     @property
@@ -75,7 +75,7 @@ class DType(str, Enum):
         """The NumPy type, little-endian; `ml_dtypes.bfloat16` for bfloat16.
 
         Raises:
-            TypeError: No data travels for this type.
+            TypeError: Data of this type is never sent.
         """
         if not self.has_data:
             raise TypeError(f"dtype {self} carries no data; data travels for {', '.join(DATA_DTYPES)}")
@@ -101,7 +101,7 @@ def dtype_from_name(name: DType | str | npt.DTypeLike | None) -> DType:
         name: A `DType`, a name such as ``"bfloat16"``, or anything `numpy.dtype` takes but None.
 
     Raises:
-        ValueError: There is no such type; the message lists all names.
+        ValueError: Unknown type; the message lists all names.
     """
     if isinstance(name, str):
         found = _BY_NAME.get(name)

@@ -1,15 +1,15 @@
-"""The exceptions that both sides raise; the numbers and reasons behind them are in `error_table`.
+"""Exceptions of client and server; their codes and reasons are in `error_table`.
 
 NpugradError
-├── TransportError            nothing usable came back        .reason .retryable .retry_after_s
+├── TransportError            no usable answer                .reason .retryable .retry_after_s
 │   ├── ConnectError · DeadlineExceeded · Cancelled
 │   └── ServerBusy · ServerDraining · CallTooLarge · CircuitOpen · TenantRefused
-├── RequestError              the call is not well formed     .reason .operator .operand
+├── RequestError              the call is malformed           .reason .operator .operand
 │   └── MalformedTensor · MalformedRequest · UnsafeLevels · InvalidRecipe · RecipeMismatch
-└── OperatorError             the operator says no            .code .operator .constraint .violations .source
+└── OperatorError             the operator rejects the call   .code .operator .constraint .violations .source
     ├── NullOperand (161001) · InvalidOperand (161002) · TilingError (561002)
-    ├── UnsupportedOperator (561003, 561103 for a missing operator)
-    └── DeviceError (other numbers)
+    ├── UnsupportedOperator (561003 or 561103: operator missing)
+    └── DeviceError (other codes)
         └── DeviceOutOfMemory · WorkerLost
 """
 
@@ -37,8 +37,9 @@ class Source:
     """Where a constraint is documented.
 
     Attributes:
-        document: Official name of the page, or such as ``"vendor source (ops-nn)"`` for the vendor's code.
-        section: Section of it.
+        document: Official name of the page, or for the vendor's code a name such as ``"vendor source
+            (ops-nn)"``.
+        section: Section of the document.
         row: Row or sentence of the section.
     """
 
@@ -63,8 +64,8 @@ class Violation:
 
     Attributes:
         id: Stable identifier of the constraint.
-        code: Its aclnn number.
-        operands: Operands and attributes it is about.
+        code: Its aclnn code.
+        operands: Operands and attributes it concerns.
         found: What the call has.
         expected: What is allowed.
         text: The documented sentence.
@@ -80,12 +81,12 @@ class Violation:
     sources: tuple[Source, ...] = ()
 
     def message(self, operator: str) -> str:
-        """One line for a person: operator, operands, found, expected."""
+        """One-line message: operator, operands, found, expected."""
         return f"{operator}: {', '.join(self.operands)}: found {self.found}; expected {self.expected}"
 
 
 UNARY_LIMIT_HINT = "in a unary call, use Execute"
-"""How a `CallTooLarge` ends that is about the size of one message: streamed, the call may be taken."""
+"""End of a `CallTooLarge` message about the size of one message: the call may fit when streamed."""
 
 _SHOWN_CHARACTERS = 200
 """Of a message, in the `repr` of an error."""
@@ -102,10 +103,10 @@ class NpugradError(Exception):
 
     Attributes:
         reason: `ErrorInfo.reason`, a row of `ERRORS`.
-        operator: Operator the call was for, when known.
-        request_id: Identifier of the request in the server's log, when it reached one.
-        cause: What the transport raised, when the error came over one; not pickled.
-        tries: How often the client had sent the call; 0 when it was never sent.
+        operator: Operator of the call, if known.
+        request_id: Identifier of the request in the server's log, if it reached the server.
+        cause: Underlying gRPC error, if any; not pickled.
+        tries: Number of times the client sent the call; 0 if it never did.
     """
 
     default_reason = "INTERNAL"
@@ -113,12 +114,12 @@ class NpugradError(Exception):
     cause: BaseException | None = None
 
     def __init__(self, message: str, *, reason: str = "", operator: str = "", request_id: str = "") -> None:
-        """Makes the error.
+        """Creates the error.
 
         Args:
-            message: What happened, for a person: operator, operand, found, expected.
-            reason: Row of `ERRORS`; the class's own by default.
-            operator: Operator the call was for.
+            message: What happened: operator, operand, found, expected.
+            reason: Row of `ERRORS`; by default that of the class.
+            operator: Operator of the call.
             request_id: Identifier of the request in the server's log.
         """
         super().__init__(message)
@@ -132,7 +133,7 @@ class NpugradError(Exception):
 
     @property
     def row(self) -> ErrorRow:
-        """The row of the error table."""
+        """Row of the error table."""
         return BY_REASON.get(self.reason, BY_REASON["INTERNAL"])
 
     @property
@@ -141,7 +142,7 @@ class NpugradError(Exception):
         return self.row.retryable
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles by class, message and attributes, because constructors take keywords."""
+        """Pickles class, message and attributes, because constructors take keywords."""
         state = {name: value for name, value in self.__dict__.items() if name != "cause"}
         return _rebuild, (type(self), self.args, state)
 
@@ -154,7 +155,7 @@ def _rebuild(cls: type[NpugradError], args: tuple[Any, ...], state: dict[str, An
 
 
 class TransportError(NpugradError):
-    """Nothing usable came back: connection, deadline, overload or shutdown.
+    """No usable answer: connection failure, deadline, overload or shutdown.
 
     Example:
         >>> try:
@@ -163,13 +164,13 @@ class TransportError(NpugradError):
         ...     print(f"{error.tries} tries; the server asks to wait {error.retry_after_s} s")
 
     Attributes:
-        retry_after_s: Seconds the server asks to wait before a retry; None when it did not say.
+        retry_after_s: Seconds the server asks to wait before a retry; None if it did not say.
     """
 
     default_reason = "UNAVAILABLE"
 
     def __init__(self, message: str, *, retry_after_s: float | None = None, **kwargs: str) -> None:
-        """Makes the error; `retry_after_s` in seconds, the rest as for `NpugradError`."""
+        """Creates the error; `retry_after_s` in seconds, other arguments as for `NpugradError`."""
         super().__init__(message, **kwargs)
         self.retry_after_s = retry_after_s
 
@@ -183,16 +184,16 @@ class ConnectError(TransportError):
         npugrad.errors.ConnectError: server_info: cannot reach localhost:1: ...
 
     Attributes:
-        is_misconfigured: Whether the client's settings look wrong, rather than the server away: a name that
-            cannot be resolved, a port where no gRPC server listens, a connection that is closed at once, as
-            where only one side speaks TLS.
+        is_misconfigured: Whether the settings look wrong rather than the server being down: the name does not
+            resolve, no gRPC server listens on the port, or the connection is closed at once, as when only one
+            side uses TLS.
     """
 
     is_misconfigured: bool = False
 
 
 class DeadlineExceeded(TransportError):
-    """The deadline passed before the result was there (DEADLINE_EXCEEDED).
+    """The deadline passed before the result arrived (DEADLINE_EXCEEDED).
 
     Example:
         >>> client.group_norm_backward(**call, timeout_s=1e-6)
@@ -217,7 +218,7 @@ class Cancelled(TransportError):
 
 
 class ServerBusy(TransportError):
-    """Queue, operand memory, device memory or a quota is full now, or no device is ready; safe to retry.
+    """Queue, operand memory, device memory or a quota is full, or no device is ready; safe to retry.
 
     Example:
         >>> import time
@@ -244,9 +245,9 @@ class ServerDraining(TransportError):
 
 
 class CircuitOpen(TransportError):
-    """Calls of this caller with this signature killed workers, so that none is taken for now (CIRCUIT_OPEN).
+    """Rejected for now, because such calls of this caller killed workers (CIRCUIT_OPEN).
 
-    It is not retried by itself: `retry_after_s` tells when the server will try one such call again.
+    Not retried automatically; after `retry_after_s` seconds the server will try one such call again.
 
     Example:
         >>> try:
@@ -259,7 +260,7 @@ class CircuitOpen(TransportError):
 
 
 class CallTooLarge(TransportError):
-    """The call can never fit into the server's memory (CALL_TOO_LARGE).
+    """The call is too large for the server's memory (CALL_TOO_LARGE).
 
     Example:
         >>> try:
@@ -268,8 +269,8 @@ class CallTooLarge(TransportError):
         ...     print(f"fewer samples at once: {error}")
 
     Attributes:
-        is_message: Whether it is only one message that was too large, for the server or for something on the
-            way: as a stream the call may well be taken.
+        is_message: Whether only the message was too large, for the server or a proxy on the way; the call may
+            succeed as a stream.
     """
 
     default_reason = "CALL_TOO_LARGE"
@@ -277,7 +278,7 @@ class CallTooLarge(TransportError):
 
 
 class TenantRefused(TransportError):
-    """The server serves nobody like this caller, or cannot tell whose call it is (TENANT_REFUSED).
+    """The caller is not a tenant of the server, or cannot be identified (TENANT_REFUSED).
 
     Example:
         >>> try:
@@ -290,7 +291,7 @@ class TenantRefused(TransportError):
 
 
 class RequestError(NpugradError, ValueError):
-    """The call is not well formed; no aclnn number fits.
+    """The call is malformed in a way that has no aclnn code.
 
     Example:
         >>> try:
@@ -300,19 +301,19 @@ class RequestError(NpugradError, ValueError):
         MALFORMED_REQUEST label
 
     Attributes:
-        operand: Operand or attribute it is about; empty when it is about none.
+        operand: Operand or attribute it concerns; empty if none.
     """
 
     default_reason = "MALFORMED_REQUEST"
 
     def __init__(self, message: str, *, operand: str = "", **kwargs: str) -> None:
-        """Makes the error; `operand` names the culprit, the rest as for `NpugradError`."""
+        """Creates the error; `operand` as above, other arguments as for `NpugradError`."""
         super().__init__(message, **kwargs)
         self.operand = operand
 
 
 class MalformedRequest(RequestError):
-    """An attribute is missing or a stream is out of order (MALFORMED_REQUEST).
+    """An attribute or option is missing or invalid, or a stream is out of order (MALFORMED_REQUEST).
 
     Example:
         >>> client.group_norm_backward(**call, priority=101)
@@ -322,7 +323,7 @@ class MalformedRequest(RequestError):
 
 
 class MalformedTensor(RequestError):
-    """Shape, strides, type and content of a tensor do not fit together (MALFORMED_TENSOR).
+    """Shape, strides, dtype and content of a tensor are inconsistent (MALFORMED_TENSOR).
 
     Example:
         >>> TensorMeta("float32", (2, -3))
@@ -347,7 +348,7 @@ class UnsafeLevels(RequestError):
 
 
 class InvalidRecipe(RequestError):
-    """No content can be made from a recipe (RECIPE_INVALID).
+    """A recipe is invalid (RECIPE_INVALID).
 
     Example:
         >>> Recipe("uniform", shape=(2, 3), seed=-1)
@@ -359,7 +360,7 @@ class InvalidRecipe(RequestError):
 
 
 class RecipeMismatch(RequestError):
-    """The content made from a recipe has another digest than the caller expects (RECIPE_MISMATCH).
+    """The content generated from a recipe does not match its digest (RECIPE_MISMATCH).
 
     Example:
         >>> made = Recipe("normal", shape=(2, 6, 4), digest=bytes(32))
@@ -372,7 +373,7 @@ class RecipeMismatch(RequestError):
 
 
 class OperatorError(NpugradError):
-    """The operator says no, with an aclnn number.
+    """The operator rejects the call, with an aclnn code.
 
     Example:
         >>> try:
@@ -382,10 +383,10 @@ class OperatorError(NpugradError):
         161002 ['...']
 
     Attributes:
-        code: aclnn number; None for a reason of our own.
-        constraint: Identifier of the constraint that gave the code; empty for a device's answer.
-        violations: All violated constraints that are known; over the wire as many as fit.
-        violations_total: How many there are in all.
+        code: aclnn code; None if the reason is the service's own.
+        constraint: Identifier of the constraint that determined the code; empty for a device's error.
+        violations: Violated constraints; over the wire as many as fit.
+        violations_total: Total number of violated constraints.
         source: ``"validator"`` or ``"device"``.
     """
 
@@ -403,7 +404,7 @@ class OperatorError(NpugradError):
         source: str = "validator",
         **kwargs: str,
     ) -> None:
-        """Makes the error; arguments are the attributes above, the rest as for `NpugradError`."""
+        """Creates the error; arguments are the attributes above and those of `NpugradError`."""
         if code in BY_CODE and not kwargs.get("reason"):
             kwargs["reason"] = BY_CODE[code].reason
         super().__init__(message, **kwargs)
@@ -451,7 +452,7 @@ class TilingError(OperatorError):
 
 
 class UnsupportedOperator(OperatorError):
-    """The product or the server has no such operator (OPERATOR_UNSUPPORTED, UNKNOWN_OPERATOR).
+    """The product or server lacks the operator (OPERATOR_UNSUPPORTED, UNKNOWN_OPERATOR).
 
     Example:
         >>> client.validate("gelu_backward", inputs={}, attrs={})
@@ -463,7 +464,7 @@ class UnsupportedOperator(OperatorError):
 
 
 class DeviceError(OperatorError):
-    """A device failed; `code` is the vendor's number when there is one.
+    """A device failed; `code` is the vendor's code if there is one.
 
     Example:
         >>> try:
@@ -476,7 +477,7 @@ class DeviceError(OperatorError):
 
 
 class DeviceOutOfMemory(DeviceError):
-    """The device has no memory for the call now (DEVICE_OUT_OF_MEMORY); safe to retry later.
+    """The device is out of memory for the call (DEVICE_OUT_OF_MEMORY); safe to retry later.
 
     Example:
         >>> try:
@@ -489,7 +490,7 @@ class DeviceOutOfMemory(DeviceError):
 
 
 class WorkerLost(DeviceError):
-    """The worker died under the call every time it was tried (WORKER_LOST).
+    """The worker process died each time the call was tried (WORKER_LOST).
 
     Example:
         >>> try:
@@ -535,11 +536,11 @@ _CLASS_BY_REASON: dict[str, type[NpugradError]] = {
 
 
 def error_class(reason: str, source: str = "validator") -> type[NpugradError]:
-    """The exception class of a reason.
+    """Returns the exception class for a reason.
 
     Args:
-        reason: Row of `ERRORS`; an unknown one gives the base class.
-        source: ``"device"`` turns every aclnn number into a `DeviceError`.
+        reason: Row of `ERRORS`; the base class for an unknown one.
+        source: With ``"device"``, every aclnn code gives a `DeviceError`.
     """
     row = BY_REASON.get(reason)
     if row is None:
@@ -551,15 +552,15 @@ def error_class(reason: str, source: str = "validator") -> type[NpugradError]:
 
 @dataclass(frozen=True)
 class ErrorDetails:
-    """What the wire knows of an error, enough to raise it again on the other side.
+    """An error as sent over the wire, enough to raise it again on the other side.
 
     Attributes:
         reason: Row of `ERRORS`.
-        message: For a person.
+        message: Human-readable message.
         metadata: `ErrorInfo.metadata`: code, operator, operand, constraint, source, violations_total,
             request_id.
-        violations: Violations that fitted.
-        retry_after_s: Seconds to wait before a retry; None when not given.
+        violations: As many violations as fit.
+        retry_after_s: Seconds to wait before a retry; None if not given.
     """
 
     reason: str
@@ -570,7 +571,7 @@ class ErrorDetails:
 
 
 def error_from_details(details: ErrorDetails) -> NpugradError:
-    """Builds the exception that the other side raised."""
+    """Rebuilds the exception raised on the other side."""
     metadata = details.metadata
     source = metadata.get("source", "validator")
     cls = error_class(details.reason, source)

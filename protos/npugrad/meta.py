@@ -1,4 +1,4 @@
-"""What is known of tensors and calls without their data: `TensorMeta` and `CallMeta`."""
+"""Tensors and calls without their data: `TensorMeta` and `CallMeta`."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 INT64_MAX = 2**63 - 1
 _SUMMARY_CHARACTERS = 512
 MAX_RANK = 32
-"""Largest rank that travels: NumPy's own limit before 2.0. The operators' limits are lower."""
+"""Maximum rank on the wire, which is NumPy's limit before 2.0. The operators' limits are lower."""
 
 
 @dataclass(frozen=True)
 class TensorMeta:
-    """What is known of a tensor without its data.
+    """Description of a tensor without its data.
 
     Example:
         >>> TensorMeta("bfloat16", (2, 3)).nbytes
@@ -38,17 +38,17 @@ class TensorMeta:
         4
 
     Attributes:
-        dtype: Element type; a name is accepted and becomes a `DType`.
+        dtype: Element type; names are converted to `DType`.
         shape: Size of each axis.
-        format: Storage format, default ND.
-        strides: Steps in elements, one for each axis; None means contiguous, row-major. 0 repeats an element.
-        storage_offset: Elements of the content before the first one of the tensor.
+        format: Storage format; ND by default.
+        strides: Stride of each axis in elements; None for contiguous, row-major. 0 repeats an element.
+        storage_offset: Number of elements in the content before the first element of the tensor.
 
     Raises:
-        MalformedTensor: A size, stride or offset is negative, strides do not have the length of the
-            shape, the rank is above 32, or the tensor or its content would exceed 2^63 - 1 bytes.
+        MalformedTensor: A size, stride or offset is negative, the number of strides is not the rank, the rank
+            is above 32, or the tensor or its content would exceed 2^63 - 1 bytes.
         TypeError: A size, stride or offset is not an integer.
-        ValueError: There is no such dtype or format.
+        ValueError: Unknown dtype or format.
     """
 
     dtype: DType
@@ -65,7 +65,7 @@ class TensorMeta:
         strides: Sequence[SupportsIndex] | None = None,
         storage_offset: SupportsIndex = 0,
     ) -> None:
-        """Makes the description; see the class for arguments and errors."""
+        """Creates the description; see the class for arguments and errors."""
         object.__setattr__(self, "dtype", dtype_from_name(dtype))
         object.__setattr__(self, "shape", tuple(map(index, shape)))
         object.__setattr__(self, "format", format_from_name(format))

@@ -366,7 +366,7 @@ def _is_wanted(output: TensorParam, call: CallMeta) -> bool:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What `validate` found.
+    """Result of `validate`.
 
     Example:
         >>> verdict = client.validate("layer_norm_backward", inputs={}, attrs={
@@ -375,13 +375,13 @@ class Verdict:
         (161001, 4)
 
     Attributes:
-        status: aclnn status: 0 or the code the documented order gives.
-        violations: Every violated constraint, the one that gives the status first.
-        outputs: Inferred outputs by name when status is 0, None for masked-out ones; else empty.
-        predicted_wait_s: Seconds that the server expects such a call to wait, were it sent now; None where it
-            does not know, and without a server. What is predicted does not count when verdicts are compared.
-        predicted_run_s: Seconds that it expects copying in, running and copying out to take together; None
-            as above, and until such calls were done.
+        status: aclnn status: 0, or the code that comes first in the documented order.
+        violations: All violated constraints, starting with the one that determines the status.
+        outputs: Inferred outputs by name if status is 0, None for masked-out ones; else empty.
+        predicted_wait_s: Seconds the server would expect such a call to wait now; None if unknown or
+            validated locally. Predictions are ignored when verdicts are compared.
+        predicted_run_s: Seconds it would expect for copying in, running and copying out together; None if
+            unknown, as until such calls have run, or validated locally.
     """
 
     status: int

@@ -41,7 +41,7 @@ def product_from_name(name: Product | str) -> Product:
     """Finds a product by its name.
 
     Raises:
-        ValueError: There is no such product; the message lists all names.
+        ValueError: Unknown product; the message lists all names.
     """
     if name not in _BY_NAME:
         raise ValueError(f"unknown product {name!r}; known are {', '.join(_BY_NAME)}")

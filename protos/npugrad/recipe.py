@@ -1,4 +1,4 @@
-"""Operands that the server makes itself from a few numbers, and their twin on the caller's side."""
+"""Operands that the server generates from a few numbers, and the same bits on the client."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ _BLOCK_BYTES = 2**20
 
 @dataclass(frozen=True, init=False)
 class Recipe:
-    """An operand that the server makes: what is drawn, for which tensor, from which seed.
+    """An operand that the server generates: distribution, tensor and seed.
 
-    It stands where an array would, so that a load test leaves the network out, and `array` gives the same
-    bits here. Element i of the content depends only on generator, parameters, type, seed and i.
+    Use it in place of an array to load a server without loading the network; `array` gives the same bits
+    locally. Element i of the content depends only on generator, parameters, dtype, seed and i.
 
     Attributes:
-        draw: Generator, its parameters and how many times in a row each value stands.
-        meta: Type, shape and layout of the tensor.
+        draw: Generator, its parameters, and how many times in a row each value is repeated.
+        meta: Dtype, shape and layout of the tensor.
         seed: 0 to 2^64 - 1.
-        digest: Expected SHA-256 of the content, which the server then checks; empty for no check.
+        digest: Expected SHA-256 of the content, checked by the server; empty for no check.
 
     Example:
         >>> recipe = Recipe("uniform", shape=(2, 3), dtype="float16", seed=7, low=-1.0)
@@ -65,24 +65,24 @@ class Recipe:
         digest: bytes = b"",
         **parameters: float,
     ) -> None:
-        """Makes a recipe.
+        """Creates a recipe.
 
         Args:
             generator: ``"uniform"`` (low, high), ``"normal"`` (mean, std), ``"integers"`` (low, high),
                 ``"bernoulli"`` (p) or ``"constant"`` (value).
             shape: Size of each axis.
             dtype: Element type.
-            seed: 0 to 2^64 - 1; operands of one call should have different ones.
-            strides: Steps in elements, 0 to repeat one; None for row-major.
-            repeat: How many times in a row each value stands in the content.
+            seed: 0 to 2^64 - 1; use different seeds for the operands of a call.
+            strides: Strides in elements, 0 to repeat an element; None for row-major.
+            repeat: How many times in a row each value is repeated in the content.
             digest: Expected SHA-256 of the content; see `with_digest`.
-            **parameters: Parameters of the generator by name; missing ones have their defaults.
+            **parameters: Parameters of the generator; defaults apply to missing ones.
 
         Raises:
-            InvalidRecipe: RECIPE_INVALID. Nothing can be drawn like that.
-            MalformedTensor: Shape or strides are not sane.
-            TypeError: The generator has no such parameter.
-            ValueError: There is no such dtype.
+            InvalidRecipe: RECIPE_INVALID. Unknown generator, or a parameter out of range.
+            MalformedTensor: Invalid shape or strides.
+            TypeError: Unknown parameter of the generator.
+            ValueError: Unknown dtype.
         """
         known = GENERATORS.get(generator)
         given = known.parameters if known else {}
@@ -126,14 +126,14 @@ class Recipe:
         fill(np.frombuffer(target, dtype.numpy), self.draw, self.seed, offset // dtype.itemsize)
 
     def content(self) -> memoryview:
-        """The whole content, as it would travel."""
+        """The whole content, as it would be sent."""
         made = memoryview(bytearray(self.meta.content_bytes))
         if made.nbytes:
             self.fill(made)
         return made.toreadonly()
 
     def array(self) -> npt.NDArray[Any]:
-        """The tensor: bit for bit what the server computes with. Read-only; strided as the meta says."""
+        """The tensor, bit-identical to the server's. Read-only, with the strides of `meta`."""
         return layout.view(self.meta, self.content())
 
     def sha256(self) -> bytes:
@@ -147,7 +147,7 @@ class Recipe:
         return found.digest()
 
     def with_digest(self) -> Recipe:
-        """The same recipe with its digest, so that the server proves to have made the same bits."""
+        """The same recipe with its digest, so that the server checks that it generates the same bits."""
         return self.of(self.draw, self.meta, self.seed, self.sha256())
 
     def __str__(self) -> str:

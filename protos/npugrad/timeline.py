@@ -1,8 +1,7 @@
-"""Where the time of a call went: its stages, in the client and in the server, as intervals.
+"""Timeline of a call: its stages in client and server, as intervals.
 
-Each process measures by a clock of its own. Whoever draws a call places what the server measured in the
-middle of the time for which the client waited: how long the way there took and how long the way back, nobody
-can tell. What no stage covers is shown as transport, and is not counted as measured.
+Each process uses its own clock. The server's stages are centred in the time the client waited, because the
+transport times in each direction are unknown. Time outside all stages is shown as transport.
 """
 
 from __future__ import annotations
@@ -40,14 +39,14 @@ _BAR = 40
 
 
 class Interval(NamedTuple):
-    """Part of a call.
+    """One stage of a call.
 
     Attributes:
         stage: One of `CLIENT_STAGES` or `SERVER_STAGES`.
         where: ``"client"`` or ``"server"``.
         start_s: Seconds from the start of the call to its start.
         end_s: Seconds from the start of the call to its end.
-        number: Number of the try that it belongs to, from 1; 0 for what belongs to none.
+        number: Number of the try it belongs to, from 1; 0 if it belongs to none.
     """
 
     stage: str
@@ -58,14 +57,14 @@ class Interval(NamedTuple):
 
 
 class Try(NamedTuple):
-    """One time that a client sent a call: there are several after a failure, or where it hedges.
+    """One try of a call; there are several after retries or hedges.
 
     Attributes:
         number: 1 for the first.
         target: Address of the server.
         start_s: Seconds from the start of the call to its start.
         end_s: Seconds from the start of the call to its end.
-        error: Class of its error; empty for the one that was answered.
+        error: Class of its error; empty for the try that was answered.
     """
 
     number: int
@@ -76,7 +75,7 @@ class Try(NamedTuple):
 
 
 class Recorded(Protocol):
-    """What was measured of a call."""
+    """Measurements of a call."""
 
     def timeline(self) -> Timeline:
         """Its timeline."""
@@ -85,7 +84,7 @@ class Recorded(Protocol):
 
 @dataclass(frozen=True)
 class Timeline:
-    """Where the time of a call went; printing it gives a table.
+    """Where the time of a call went; prints as a table.
 
     Example:
         >>> timeline = Timeline("group_norm_backward", 0.01, (
@@ -97,10 +96,9 @@ class Timeline:
 
     Attributes:
         operator: Name of the operator.
-        wall_s: Seconds from the call of the client's method to its return.
-        stages: Its parts, by their start. Those of client and server may overlap: one sends while the other
-            receives.
-        tries: How often it was sent, and what became of it.
+        wall_s: Seconds from calling the client's method to its return.
+        stages: Its stages, ordered by start. Stages of client and server may overlap.
+        tries: Each time it was sent, with the outcome.
     """
 
     operator: str
@@ -109,12 +107,12 @@ class Timeline:
     tries: tuple[Try, ...] = ()
 
     def seconds(self, stage: str) -> float:
-        """Seconds spent in a stage, all tries together; 0.0 for one that the call did not have."""
+        """Seconds spent in a stage over all tries; 0.0 if the call did not have it."""
         return self.by_stage.get(stage, 0.0)
 
     @property
     def by_stage(self) -> Mapping[str, float]:
-        """Seconds spent in each stage that the call had, in the order in which they began."""
+        """Seconds spent in each stage of the call, in order of their start."""
         found: dict[str, float] = {}
         for interval in self.stages:
             found[interval.stage] = found.get(interval.stage, 0.0) + interval.end_s - interval.start_s
@@ -122,7 +120,7 @@ class Timeline:
 
     @property
     def covered_s(self) -> float:
-        """Seconds for which at least one stage was under way."""
+        """Seconds covered by at least one stage."""
         covered, reached = 0.0, 0.0
         for interval in self.stages:  # by their start
             covered += max(0.0, min(interval.end_s, self.wall_s) - max(interval.start_s, reached))
@@ -131,7 +129,7 @@ class Timeline:
 
     @property
     def transport_s(self) -> float:
-        """The other seconds: gRPC, the network, and handing over between threads and processes."""
+        """Remaining seconds: gRPC, the network, and handing over between threads and processes."""
         return max(0.0, self.wall_s - self.covered_s)
 
     def __repr__(self) -> str:
@@ -162,7 +160,7 @@ class Timeline:
         return Html(f'<div style="width:20em"><div style="{style}"></div></div>')
 
     def __str__(self) -> str:
-        """A table of the stages, with a bar for each."""
+        """A table of the stages, with bars."""
         covered = self.covered_s / self.wall_s if self.wall_s else 1.0
         lines = [
             f"{self.operator}: {self.wall_s * 1e3:.2f} ms, {covered:.0%} of it measured",

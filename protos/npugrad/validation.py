@@ -1,7 +1,7 @@
-"""The validator: which documented constraints a call breaks, and the aclnn status that follows.
+"""Validator: the documented constraints a call violates, and the resulting aclnn status.
 
-Order of codes: an operator the product lacks is decided alone and first; then all 161001, all 161002,
-all 561002; inside a class by the order of the record.
+Order of codes: if the product lacks the operator, only that is reported; then come all 161001, all 161002 and
+all 561002, each in the order of the record.
 """
 
 from __future__ import annotations
@@ -52,23 +52,23 @@ def validate(
     outputs: Mapping[str, TensorMeta | None] | None = None,
     product: Product | str = Product.ATLAS_A2,
 ) -> Verdict:
-    """Checks a call, without data, against every documented constraint of its operator.
+    """Checks a call, without its data, against all documented constraints of its operator.
 
     Args:
         operator: Name such as ``"group_norm_backward"``.
-        inputs: Input metas by name; a missing one is null.
-        attrs: Attributes by name; modes also by their documented names.
+        inputs: Input metas by name; missing ones are null.
+        attrs: Attributes by name; modes as numbers or by their documented names.
         outputs: Declared outputs by name, None for null; missing ones are inferred.
         product: ``"atlas-training"``, ``"atlas-a2"`` or ``"atlas-a3"``.
 
     Returns:
-        The status the first phase would give, every violated constraint, and the inferred outputs.
+        The status the first phase would return, all violated constraints, and the inferred outputs.
 
     Raises:
-        UnsupportedOperator: There is no operator of this name.
-        TypeError: A name that the operator does not have, or a tensor that is no `TensorMeta`.
+        UnsupportedOperator: Unknown operator.
+        TypeError: The operator has no parameter of this name, or a tensor is not a `TensorMeta`.
         MalformedRequest: An attribute is missing or has the wrong type.
-        ValueError: There is no such product.
+        ValueError: Unknown product.
     """
     record = get_operator(operator)
     return validate_call(record, make_call(record, inputs, attrs, outputs, product))

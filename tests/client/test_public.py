@@ -140,7 +140,7 @@ def test_results_have_the_records_outputs(record: OpRecord) -> None:
     cls = getattr(_generated_ops, f"{record.rpc}Result")
     assert [f.name for f in dataclasses.fields(cls)] == [*(p.name for p in record.outputs), "info"]
     masked = any(p.masked_by is not None for p in record.outputs)
-    assert ("masked-out ones are None" in (cls.__doc__ or "")) is masked
+    assert ("None for masked-out outputs" in (cls.__doc__ or "")) is masked
 
 
 def test_results_of_two_calls_can_be_compared_and_kept_in_sets() -> None:

@@ -25,7 +25,7 @@ def test_methods_take_each_kind_and_leave_out_what_is_optional(owner: str) -> No
 def test_the_text_says_what_may_be_none_and_shows_a_call() -> None:
     text = inspect.getdoc(GENERATED.Operators.synthetic) or ""
     assert "sizes: One.\n" in text
-    assert "sizes_optional: One. None is legal.\n" in text
+    assert "sizes_optional: One. May be None.\n" in text
     assert "alpha=Scalar('bfloat16', 1.5)" in text
     assert 'mode="sum"' in text
 

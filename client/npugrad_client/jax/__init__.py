@@ -1,7 +1,7 @@
-"""JAX: functions whose gradients come from the service.
+"""JAX functions whose gradients are computed by the service.
 
-The forward pass is JAX's own, and may be compiled; the gradient is a host callback, so it needs devices whose
-arrays the host can reach, and has no gradient of its own.
+The forward pass runs in JAX and may be compiled. The gradient is a host callback: it needs devices whose
+arrays the host can access, and cannot be differentiated again.
 
 Example:
     >>> def loss(x, scale, bias):

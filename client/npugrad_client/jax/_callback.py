@@ -1,4 +1,4 @@
-"""The way from JAX to the service: a callback on the host that touches NumPy only."""
+"""Host callback from JAX to the service, which handles NumPy arrays only."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class Service:
     """A client with policies and the options of its calls; hashable, as what JAX compiles for must be.
 
     Attributes:
-        client: Who calls the service.
-        policies: What becomes of calls that are small, refused or fail.
+        client: Client to call the service with.
+        policies: What to do with calls that are small, rejected or fail.
         timeout_s: Deadline of each call in seconds; None for the client's default.
-        deterministic: Whether results must not depend on the order of summation.
-        priority: Calls of higher priority leave the queue first; -100 to 100.
+        deterministic: Request results that do not depend on the order of summation.
+        priority: -100 to 100; calls of higher priority leave the queue first.
         label: Name of the caller or experiment.
-        verify: Whether the server recomputes each call and refuses a result that differs.
+        verify: Have the server recompute each call with its reference and fail if a result differs.
     """
 
     client: Client

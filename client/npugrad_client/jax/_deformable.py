@@ -31,39 +31,39 @@ def multi_scale_deformable_attention(
     label: str = "",
     verify: bool = False,
 ) -> Array:
-    """Multi-scale deformable attention whose gradient the service computes.
+    """Multi-scale deformable attention with a remote gradient.
 
-    The forward pass is computed in float32, or in float64 where an operand has that, with as much memory as
-    all samples need: four times (bs, nq, nh, nl, np, ch). Keys that a level would read outside of value are
-    clipped, as the values of spatial_shape are not known when the program is compiled. Operands of several
-    types travel as float32, and each gradient has the type of its operand.
+    The forward pass is computed in float32, or in float64 if an operand is float64, and needs memory for four
+    arrays of shape (bs, nq, nh, nl, np, ch). Levels that extend beyond `value` are clipped, because the
+    values of spatial_shape are unknown at compile time. Operands of mixed dtypes are sent as float32; each
+    gradient has the dtype of its operand.
 
     Args:
         value: (bs, nk, nh, ch), ch a multiple of 8 up to 256, nh up to 16. The feature maps of all levels.
             float32, float16 or bfloat16.
         spatial_shape: (nl, 2), nl up to 16. Height and width of each level. int32 or int64.
         level_start_index: (nl). First key of each level. int32 or int64.
-        location: (bs, nq, nh, nl, np, 2), nq below 500000, np up to 16, dtype of value. Sampling points
-            (x, y), 0 to 1 across a level. One outside of the level, or at NaN, reads nothing.
-        attn_weight: (bs, nq, nh, nl, np), dtype of value. Attention weight of each sampling point. That of a
-            point that reads nothing does not matter, be it NaN or infinite.
-        client: Who calls the service in the backward pass.
-        policies: What becomes of calls that are small, refused or fail, and their counts; None sends every
-            call, and raises what the documents refuse when the function is traced.
+        location: (bs, nq, nh, nl, np, 2), nq below 500000, np up to 16, dtype of value. Sampling points (x,
+            y), 0 to 1 across a level. A point outside its level, or at NaN, reads nothing.
+        attn_weight: (bs, nq, nh, nl, np), dtype of value. Attention weight of each sampling point. The weight
+            of a point that reads nothing is ignored, even if NaN or infinite.
+        client: Client used in the backward pass.
+        policies: What to do with calls that are small, rejected or fail; also counts calls. None sends every
+            call and raises documented errors when the function is traced.
         timeout_s: Deadline of the call in seconds; None for the client's default.
-        deterministic: Ask for results that do not depend on the order of summation.
-        priority: Calls of higher priority leave the queue first; -100 to 100.
+        deterministic: Request results that do not depend on the order of summation.
+        priority: -100 to 100; calls of higher priority leave the queue first.
         label: Name of the caller or experiment.
-        verify: Have the server recompute the call and refuse a result that differs.
+        verify: Have the server recompute the call with its reference and fail if the result differs.
 
     Returns:
         (bs, nq, nh*ch), dtype of value.
 
     Raises:
         NullOperand: 161001. An operand is None.
-        InvalidOperand: 161002. An operand breaks a documented rule, and the policy is to raise, or
-            the operands do not fit together; when the function is traced.
-        TypeError: The client is no `Client`.
+        InvalidOperand: 161002. The operands are inconsistent, or one violates a documented rule and the
+            policy is to raise. Raised when the function is traced.
+        TypeError: `client` is not a `Client`.
 
     Example:
         >>> value = jnp.ones((1, 20, 2, 8))

@@ -1,4 +1,4 @@
-"""Floyd attention, query row by query row, so that the scores are never all there."""
+"""Floyd attention, one query row at a time, so that only part of the scores is in memory."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def fused_floyd_attention(
     label: str = "",
     verify: bool = False,
 ) -> Array:
-    """Floyd attention, which scores and weighs two sets of keys and values together; gradient remote.
+    """Floyd attention, over two sets of keys and values at once, with a remote gradient.
 
-    The forward pass accumulates in float32 and holds the scores of one n at a time, (B, H, M, K).
+    The forward pass accumulates in float32 and keeps the scores of one n in memory, (B, H, M, K).
 
     Args:
         query: (B, H, N, M, D), float16 or bfloat16. Queries; M is a multiple of 128.
@@ -50,25 +50,24 @@ def fused_floyd_attention(
         value1: (B, H, N, K, D), dtype of query. First values.
         key2: (B, H, K, M, D), dtype of query. Second keys.
         value2: (B, H, K, M, D), dtype of query. Second values.
-        client: Who calls the service in the backward pass.
-        atten_mask: (B, 1, N, 1, K), bool or uint8; None for no mask. 1 takes a key out.
+        client: Client used in the backward pass.
+        atten_mask: (B, 1, N, 1, K), bool or uint8; 1 excludes a key. None for no mask.
         scale: Factor of the scores; None for 1 / sqrt(D).
-        policies: What becomes of calls that are small, refused or fail, and their counts; None sends every
-            call, and raises what the documents refuse when the function is traced.
+        policies: What to do with calls that are small, rejected or fail; also counts calls. None sends every
+            call and raises documented errors when the function is traced.
         timeout_s: Deadline of the call in seconds; None for the client's default.
-        priority: Calls of higher priority leave the queue first; -100 to 100.
+        priority: -100 to 100; calls of higher priority leave the queue first.
         label: Name of the caller or experiment.
-        verify: Have the server recompute the call and refuse a result that differs.
+        verify: Have the server recompute the call with its reference and fail if the result differs.
 
     Returns:
         (B, H, N, M, D), dtype of query.
 
     Raises:
         NullOperand: 161001. An operand other than the mask is None.
-        InvalidOperand: 161002. A type that the documents do not allow, such as float32; when the function is
-            traced.
-        TilingError: 561002. Sizes that the documents do not allow, or that do not fit together.
-        TypeError: The client is no `Client`.
+        InvalidOperand: 161002. A dtype is not allowed, such as float32. Raised when the function is traced.
+        TilingError: 561002. Sizes are not allowed or inconsistent.
+        TypeError: `client` is not a `Client`.
 
     Example:
         >>> query = key1 = value1 = jnp.ones((1, 1, 16, 128, 32), "bfloat16")

@@ -39,34 +39,35 @@ def grid_sample(
     label: str = "",
     verify: bool = False,
 ) -> Array:
-    """Samples images or volumes at the points of a grid; the service computes the gradients of both.
+    """Samples images or volumes at the points of a grid, with remote gradients for both.
 
     Args:
-        input: (N, C, H, W) or (N, C, D, H, W) with sizes of images above 0, float32, float16 or bfloat16;
-            volumes also float64. What is sampled.
+        input: (N, C, H, W) or (N, C, D, H, W), spatial sizes above 0. The images or volumes. float32, float16
+            or bfloat16; volumes also float64.
         grid: (N, OH, OW, 2) or (N, OD, OH, OW, 3), dtype of input. Sampling points (x, y) or (x, y, z),
             inside from -1 to 1.
-        client: Who calls the service in the backward pass.
+        client: Client used in the backward pass.
         mode: ``"bilinear"`` or ``"nearest"``.
-        padding_mode: What a point outside the image reads: ``"zeros"``, ``"border"`` or ``"reflection"``.
-        align_corners: True: -1 and 1 are the centres of the corner pixels; False: their outer edges.
-        policies: What becomes of calls that are small, refused or fail, and their counts; None sends every
-            call, and raises what the documents refuse when the function is traced.
+        padding_mode: Values outside the image: ``"zeros"``, ``"border"`` or ``"reflection"``.
+        align_corners: Whether -1 and 1 are the centres of the corner pixels (True) or their outer edges
+            (False).
+        policies: What to do with calls that are small, rejected or fail; also counts calls. None sends every
+            call and raises documented errors when the function is traced.
         timeout_s: Deadline of the call in seconds; None for the client's default.
-        deterministic: Ask for results that do not depend on the order of summation.
-        priority: Calls of higher priority leave the queue first; -100 to 100.
+        deterministic: Request results that do not depend on the order of summation.
+        priority: -100 to 100; calls of higher priority leave the queue first.
         label: Name of the caller or experiment.
-        verify: Have the server recompute the call and refuse a result that differs.
+        verify: Have the server recompute the call with its reference and fail if the result differs.
 
     Returns:
         (N, C, OH, OW) or (N, C, OD, OH, OW), dtype of input.
 
     Raises:
         NullOperand: 161001. input or grid is None.
-        InvalidOperand: 161002. An operand breaks a documented rule, and the policy is to raise, or
-            the operands do not fit together; when the function is traced.
-        MalformedRequest: There is no such mode or padding.
-        TypeError: The client is no `Client`.
+        InvalidOperand: 161002. The operands are inconsistent, or one violates a documented rule and the
+            policy is to raise. Raised when the function is traced.
+        MalformedRequest: Unknown mode or padding mode.
+        TypeError: `client` is not a `Client`.
 
     Example:
         >>> def loss(input, grid):

@@ -34,31 +34,31 @@ def group_norm(
     label: str = "",
     verify: bool = False,
 ) -> Array:
-    """Group normalisation whose gradient the service computes.
+    """Group normalisation with a remote gradient.
 
     Args:
         x: (N, C, *), channels second. float32, float16 or bfloat16.
         scale: (C), dtype of x; None for ones.
         bias: (C), dtype of x; None for zeros.
-        groups: Number of groups; C is a multiple of it.
-        client: Who calls the service in the backward pass.
+        groups: Number of groups; must divide C.
+        client: Client used in the backward pass.
         eps: Added to the variance.
-        policies: What becomes of calls that are small, refused or fail, and their counts; None sends every
-            call, and raises what the documents refuse when the function is traced.
+        policies: What to do with calls that are small, rejected or fail; also counts calls. None sends every
+            call and raises documented errors when the function is traced.
         timeout_s: Deadline of the call in seconds; None for the client's default.
-        deterministic: Ask for results that do not depend on the order of summation.
-        priority: Calls of higher priority leave the queue first; -100 to 100.
+        deterministic: Request results that do not depend on the order of summation.
+        priority: -100 to 100; calls of higher priority leave the queue first.
         label: Name of the caller or experiment.
-        verify: Have the server recompute the call and refuse a result that differs.
+        verify: Have the server recompute the call with its reference and fail if the result differs.
 
     Returns:
         Shape and dtype of x.
 
     Raises:
         NullOperand: 161001. x is None.
-        InvalidOperand: 161002. An operand breaks a documented rule, and the policy is to raise, or
-            the operands do not fit together; when the function is traced.
-        TypeError: The client is no `Client`.
+        InvalidOperand: 161002. The operands are inconsistent, or one violates a documented rule and the
+            policy is to raise. Raised when the function is traced.
+        TypeError: `client` is not a `Client`.
 
     Example:
         >>> def loss(x):

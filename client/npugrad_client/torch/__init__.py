@@ -1,8 +1,8 @@
-"""PyTorch: backward operators of a model run elsewhere, and the model stays as it is.
+"""PyTorch: runs backward operators of an unmodified model on the service.
 
-`remote` sends what the service knows out of any model's backward pass. `multi_scale_deformable_attention`
-and `fused_floyd_attention` are functions for models of one's own, and `drop_in` stands in for the compiled
-extension that Deformable-DETR and mmcv want.
+`remote` sends the operators the service supports from the backward pass of any model.
+`multi_scale_deformable_attention` and `fused_floyd_attention` are functions for your own models, and
+`drop_in` replaces the compiled extension that Deformable-DETR and mmcv import.
 
 Example:
     >>> model = torch.nn.GroupNorm(8, 64)

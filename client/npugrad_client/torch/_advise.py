@@ -1,4 +1,4 @@
-"""Runs a script and watches its backward passes; see `npugrad advise`."""
+"""Runs a script and measures its backward passes, for `npugrad advise`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _ENTRIES = ("backward", "grad")
 
 
 class ScriptError(Exception):
-    """A script of which nothing can be said: it failed, or had no backward pass."""
+    """The script failed or had no backward pass."""
 
 
 class _Enough(BaseException):
@@ -38,20 +38,20 @@ class _Enough(BaseException):
 
 
 def advise(client: Client, script: Path, arguments: Sequence[str], steps: int) -> Advice:
-    """Runs a script, sends each kind of its backward calls some times, and says what is worth sending.
+    """Runs a script and reports which kinds of its backward calls are worth sending.
 
-    The script runs as its own main program, in this process, and its gradients are PyTorch's own: a `remote`
-    that it enters sends nothing. Only the thread that has the first backward pass is watched.
+    The script runs as ``__main__`` in this process, and its gradients are computed by PyTorch: a `remote` in
+    the script sends nothing. Only the thread of the first backward pass is measured.
 
     Args:
-        client: Who calls the service.
-        script: A file with a Python program.
-        arguments: What it finds in ``sys.argv[1:]``.
-        steps: Backward passes after which it is ended; 0 lets it run to its end.
+        client: Client to call the service with.
+        script: Path of a Python script.
+        arguments: Its command line, ``sys.argv[1:]``.
+        steps: Number of backward passes after which to end the script; 0 to run it to its end.
 
     Raises:
-        ScriptError: It failed, in which case its traceback was written to standard error, or ended with a
-            status that is not 0, or had no backward pass.
+        ScriptError: The script failed, with its traceback on standard error; exited with a non-zero status;
+            or had no backward pass.
         NpugradError: The service failed.
     """
     profile = CallProfile(_sender(client))

@@ -1,4 +1,4 @@
-"""Multi-scale deformable attention: the forward pass here, in blocks; its gradient from the service."""
+"""Multi-scale deformable attention: local forward pass in blocks, gradient from the service."""
 
 from __future__ import annotations
 
@@ -55,41 +55,41 @@ def multi_scale_deformable_attention(
     label: str = "",
     verify: bool = False,
 ) -> Tensor:
-    """Multi-scale deformable attention whose gradient the service computes.
+    """Multi-scale deformable attention with a remote gradient.
 
-    The forward pass runs here, in float32, or in float64 where an operand has that, and needs some 32 MiB and
-    a copy of one sample of value beside its operands. Operands of several types travel as float32, and each
-    gradient has the type of its operand. The gradient's own gradient is computed here.
+    The forward pass runs locally in float32, or in float64 if an operand is float64, and needs about 32 MiB
+    plus a copy of one sample of value. Operands of mixed dtypes are sent as float32; each gradient has the
+    dtype of its operand. Second derivatives are computed locally.
 
     Args:
         value: (bs, nk, nh, ch), ch a multiple of 8 up to 256, nh up to 16. The feature maps of all levels.
             float32, float16 or bfloat16.
         spatial_shape: (nl, 2), nl up to 16. Height and width of each level. int32 or int64.
         level_start_index: (nl). First key of each level. int32 or int64.
-        location: (bs, nq, nh, nl, np, 2), nq below 500000, np up to 16, dtype of value. Sampling points
-            (x, y), 0 to 1 across a level. One outside of the level, or at NaN, reads nothing.
-        attn_weight: (bs, nq, nh, nl, np), dtype of value. Attention weight of each sampling point. That of a
-            point that reads nothing does not matter, be it NaN or infinite.
-        client: Who calls the service in the backward pass.
-        compute_dtype: Type to cast value, location and attn_weight to, so that others than the three above,
-            can be used; the result has the type of value again. None casts nothing.
-        policies: What becomes of calls that are small, refused or fail, and their counts; None sends every
-            call, and raises what the documents refuse before anything is computed.
+        location: (bs, nq, nh, nl, np, 2), nq below 500000, np up to 16, dtype of value. Sampling points (x,
+            y), 0 to 1 across a level. A point outside its level, or at NaN, reads nothing.
+        attn_weight: (bs, nq, nh, nl, np), dtype of value. Attention weight of each sampling point. The weight
+            of a point that reads nothing is ignored, even if NaN or infinite.
+        client: Client used in the backward pass.
+        compute_dtype: Dtype to cast value, location and attn_weight to, so that dtypes other than the three
+            above can be used; the result has the dtype of value. None for no cast.
+        policies: What to do with calls that are small, rejected or fail; also counts calls. None sends every
+            call and raises documented errors before computing anything.
         timeout_s: Deadline of the call in seconds; None for the client's default.
-        deterministic: Ask for results that do not depend on the order of summation.
-        priority: Calls of higher priority leave the queue first; -100 to 100.
+        deterministic: Request results that do not depend on the order of summation.
+        priority: -100 to 100; calls of higher priority leave the queue first.
         label: Name of the caller or experiment.
-        verify: Have the server recompute the call and refuse a result that differs.
+        verify: Have the server recompute the call with its reference and fail if the result differs.
 
     Returns:
         (bs, nq, nh*ch), dtype of value.
 
     Raises:
         NullOperand: 161001. An operand is None.
-        InvalidOperand: 161002. An operand breaks a documented rule, and the policy is to raise, or the
-            operands do not fit together; from here, before anything is computed.
-        UnsafeLevels: A level reaches outside of value.
-        TypeError: An operand is no dense CPU tensor, or the client no `Client`.
+        InvalidOperand: 161002. The operands are inconsistent, or one violates a documented rule and the
+            policy is to raise. Raised by this call, before anything is computed.
+        UnsafeLevels: A level extends beyond `value`.
+        TypeError: An operand is not a dense CPU tensor, or `client` is not a `Client`.
 
     Example:
         >>> value = torch.rand(1, 20, 2, 8, requires_grad=True)

@@ -1,4 +1,4 @@
-"""Stands in for the compiled extension that Deformable-DETR and mmcv import for deformable attention."""
+"""Replacement for the compiled deformable attention of Deformable-DETR and mmcv."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _active: list[DropIn] = []
 
 
 class DropIn:
-    """What `drop_in` makes; see there.
+    """Replacement modules returned by `drop_in`.
 
     Example:
         >>> stand_in = drop_in(client)
@@ -52,7 +52,7 @@ class DropIn:
         self.remove()
 
     def install(self) -> None:
-        """Puts the modules into `sys.modules`; what was there is kept for `remove`.
+        """Puts the modules into `sys.modules`, keeping what was there for `remove`.
 
         Raises:
             RuntimeError: It is installed already.
@@ -68,7 +68,7 @@ class DropIn:
             _active.append(self)
 
     def remove(self) -> None:
-        """Puts back what was there before.
+        """Restores the previous modules.
 
         Raises:
             RuntimeError: It is not installed, or another one was installed after it.
@@ -86,7 +86,7 @@ class DropIn:
                     sys.modules[name] = module
 
     def summary(self) -> Summary:
-        """What went where so far, all threads together; print it for a table."""
+        """Returns counts of what ran where, over all threads; print it for a table."""
         return self._policies.summary()
 
 
@@ -102,42 +102,43 @@ def drop_in(
     label: str = "",
     verify: bool = False,
 ) -> DropIn:
-    """Stands in for the extensions ``MultiScaleDeformableAttention`` and ``mmcv._ext``.
+    """Replaces the extensions ``MultiScaleDeformableAttention`` and ``mmcv._ext``.
 
-    While it is installed, modules written for Deformable-DETR's or mmcv's compiled operator
-    (``ms_deform_attn_forward`` and ``ms_deform_attn_backward``) work unmodified on CPU tensors: the forward
-    pass runs here, the gradient comes from the service. Install it before the model's code is imported; the
-    models keep working with one that is installed later. `im2col_step`, which is a matter of the compiled
-    operator, changes nothing. Other operators of a compiled ``mmcv._ext`` that is there already are handed
-    through; where there is none, they raise NotImplementedError when they are called.
+    While it is installed, code written for the compiled operator of Deformable-DETR or mmcv
+    (``ms_deform_attn_forward`` and ``ms_deform_attn_backward``) works unmodified on CPU tensors: the forward
+    pass runs locally, the gradient comes from the service. Install it before importing the model's code;
+    models then also use replacements installed later. `im2col_step`, a tuning parameter of the compiled
+    operator, is ignored. Other operators of an installed ``mmcv._ext`` are passed through; without one, they
+    raise NotImplementedError when called.
 
-    Both passes run in every floating type and with any sizes that fit together: what the documents refuse
-    (float64, 5 channels, ...) has its gradient computed here, by a formula of ours. Operands of several
-    types, as under autocast, travel as float32, and each gradient has the type of its operand.
+    Both passes accept all floating dtypes and all consistent sizes: gradients that the documents do not allow
+    (float64, 5 channels, ...) are computed locally. Operands of mixed dtypes, as under autocast, are sent as
+    float32; each gradient has the dtype of its operand.
 
-    Modules are one for a process, and so is this: all threads see it. Of several the last one counts, and
-    they are removed in the reverse order.
+    Modules are global to the process, so all threads see the replacement. If several are installed, the last
+    one is used; remove them in reverse order.
 
     Args:
-        client: Who calls the service in the backward pass.
-        min_bytes: Gradients with less in operands and results together are computed here. 0 sends all.
-        on_refused: What the documents do not allow: ``"warn"`` runs it here, with one warning for each kind,
-            ``"local"`` without a word, ``"raise"`` raises the documented error out of the forward pass.
-        on_error: When the service fails: ``"raise"`` raises the typed error out of backward, ``"local"``
-            runs the call here, with a warning for each class of error, and counts it.
+        client: Client used in the backward pass.
+        min_bytes: Gradients with fewer bytes of operands and results are computed locally. 0 sends all.
+        on_refused: For calls that the documents do not allow: ``"warn"`` runs them locally with one warning
+            of each kind, ``"local"`` runs them locally without a warning, ``"raise"`` raises the documented
+            error from the forward pass.
+        on_error: When the service fails: ``"raise"`` raises its error from backward, ``"local"`` runs the
+            call locally, with a warning for each class of error, and counts it.
         timeout_s: Deadline of each call in seconds; None for the client's default.
-        deterministic: Ask for results that do not depend on the order of summation.
-        priority: Calls of higher priority leave the queue first; -100 to 100.
+        deterministic: Request results that do not depend on the order of summation.
+        priority: -100 to 100; calls of higher priority leave the queue first.
         label: Name of the caller or experiment.
-        verify: Have the server recompute each call and refuse a result that differs.
+        verify: Have the server recompute each call with its reference and fail if a result differs.
 
     Returns:
-        A context manager that installs and removes it; or call `install()` and `remove()`. Its `summary()`
-        tells what went where.
+        A context manager that installs and removes the replacement; alternatively call `install()` and
+        `remove()`. Its `summary()` shows what ran where.
 
     Raises:
-        TypeError: The client is no `Client`.
-        ValueError: A policy that there is not, or a negative `min_bytes`.
+        TypeError: `client` is not a `Client`.
+        ValueError: Unknown policy, or negative `min_bytes`.
 
     Example:
         >>> value, grad_output = torch.rand(1, 20, 2, 8), torch.rand(1, 5, 16)

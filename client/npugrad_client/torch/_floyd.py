@@ -1,4 +1,4 @@
-"""Floyd attention: the forward pass here, in blocks; its gradient from the service.
+"""Floyd attention: local forward pass in blocks, gradient from the service.
 
 For each batch and head, with queries (N, M, D), first keys and values (N, K, D), second ones (K, M, D):
 
@@ -6,7 +6,7 @@ For each batch and head, with queries (N, M, D), first keys and values (N, K, D)
     weight = softmax(score) over k
     attention[n, m] = sum over k of weight[n, m, k] * (value1[n, k] + value2[k, m])
 
-Scores have N*M*K elements for N*M*D of the result; never more than a block of them exists.
+There are N*M*K scores for a result of N*M*D elements; only one block of them exists at a time.
 """
 
 from __future__ import annotations
@@ -67,12 +67,11 @@ def fused_floyd_attention(
     label: str = "",
     verify: bool = False,
 ) -> Tensor:
-    """Floyd attention, which scores and weighs two sets of keys and values together; gradient remote.
+    """Floyd attention, over two sets of keys and values at once, with a remote gradient.
 
-    The forward pass runs here, accumulates in float32, or in float64 where an operand has that, and needs
-    some 100 MiB beside operands, their copies of one head in that type, and the result. Saved for the
-    gradient are the operands, the result, and two values for each row. The gradient's own gradient is
-    computed here.
+    The forward pass runs locally, accumulates in float32, or in float64 if an operand is float64, and needs
+    about 100 MiB besides the operands, a copy of one head in the wider dtype, and the result. The operands,
+    the result and two values per row are saved for the gradient. Second derivatives are computed locally.
 
     Args:
         query: (B, H, N, M, D), float16 or bfloat16. Queries; M is a multiple of 128.
@@ -81,28 +80,27 @@ def fused_floyd_attention(
         value1: (B, H, N, K, D), dtype of query. First values.
         key2: (B, H, K, M, D), dtype of query. Second keys.
         value2: (B, H, K, M, D), dtype of query. Second values.
-        client: Who calls the service in the backward pass.
-        atten_mask: (B, 1, N, 1, K), bool or uint8; None for no mask. 1 takes a key out.
+        client: Client used in the backward pass.
+        atten_mask: (B, 1, N, 1, K), bool or uint8; 1 excludes a key. None for no mask.
         scale: Factor of the scores; None for 1 / sqrt(D).
-        compute_dtype: float16 or bfloat16 to cast the five operands to, so that float32 ones can be used;
-            the result has the type of query again. None casts nothing.
-        policies: What becomes of calls that are small, refused or fail, and their counts; None sends every
-            call, and raises what the documents refuse, float32 among it, before anything is computed.
+        compute_dtype: float16 or bfloat16 to cast the five operands to, so that float32 operands can be used;
+            the result has the dtype of query. None for no cast.
+        policies: What to do with calls that are small, rejected or fail; also counts calls. None sends every
+            call and raises documented errors, such as for float32, before computing anything.
         timeout_s: Deadline of the call in seconds; None for the client's default.
-        priority: Calls of higher priority leave the queue first; -100 to 100.
+        priority: -100 to 100; calls of higher priority leave the queue first.
         label: Name of the caller or experiment.
-        verify: Have the server recompute the call and refuse a result that differs.
+        verify: Have the server recompute the call with its reference and fail if the result differs.
 
     Returns:
         (B, H, N, M, D), dtype of query.
 
     Raises:
         NullOperand: 161001. An operand other than the mask is None.
-        InvalidOperand: 161002. A type that the documents do not allow, where the policy is to raise; from
-            here, before anything is computed.
-        TilingError: 561002. Sizes that the documents do not allow, where the policy is to raise, or that do
-            not fit together.
-        TypeError: An operand is no dense CPU tensor, or the client no `Client`.
+        InvalidOperand: 161002. A dtype is not allowed and the policy is to raise. Raised by this call, before
+            anything is computed.
+        TilingError: 561002. Sizes are inconsistent, or not allowed and the policy is to raise.
+        TypeError: An operand is not a dense CPU tensor, or `client` is not a `Client`.
 
     Example:
         >>> query, key1, value1 = torch.rand(3, 1, 1, 16, 128, 32, dtype=torch.bfloat16)

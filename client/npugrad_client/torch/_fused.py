@@ -1,4 +1,4 @@
-"""Deformable attention that a model composes of `grid_sample`, as one operator with one gradient call.
+"""Deformable attention built from `grid_sample`, run as one operator with one gradient call.
 
 The forward pass is ours and runs here. In the backward pass the innermost `remote` of that time decides where
 the gradient is computed, as it does of every operator; without one it is here.

@@ -1,7 +1,7 @@
-"""Functions of other libraries that `remote` knows for deformable attention, and replaces while entered.
+"""Functions of other libraries that `remote` recognises as deformable attention and replaces.
 
-A function is known by module and qualified name, wherever it was imported to, and by the names of its
-parameters. What stands in its place, put there by another library, is not it and is never touched.
+A function is recognised by its module and qualified name, wherever it is imported, and by the names of its
+parameters. A function that another library has put in its place is never touched.
 """
 
 from __future__ import annotations
@@ -78,24 +78,26 @@ def register_deformable_attention(
     locations: str = "sampling_locations",
     weights: str = "attention_weights",
 ) -> None:
-    """Has every `remote` take a function of yours for multi-scale deformable attention.
+    """Makes every `remote` treat a function of yours as multi-scale deformable attention.
 
-    The function must compute it by `grid_sample` with zeros outside and ``align_corners=False``, one level
-    after the other, and return (bs, nq, nh*ch). It is replaced wherever a module has it under its own name,
-    from the next time that a `remote` is entered on, and only if its parameters are those given here and
-    its first result is that of the operator.
+    The function must compute it with one `grid_sample` per level, with zeros padding and
+    ``align_corners=False``, and return (bs, nq, nh*ch). From the next time a `remote` is entered, it is
+    replaced in every module that has it under its own name, provided that its parameters match those given
+    here and its first result equals that of the operator.
 
     Args:
         name: Module and qualified name, such as ``"models.attention:sample"`` or
-            ``"models.attention:Sampler.forward"``. The module may have ``*`` for any part of it.
+            ``"models.attention:Sampler.forward"``. In the module name, ``*`` matches anything.
         parameters: Names of all parameters in order, with ``"self"`` for a method.
-        value: Which of them is value, (bs, nk, nh, ch).
-        spatial_shapes: Which is height and width of each level: (nl, 2), or a list of pairs.
-        locations: Which is the sampling points, (bs, nq, nh, nl, np, 2), x and y, 0 to 1 across a level.
-        weights: Which is the attention weights, (bs, nq, nh, nl, np).
+        value: Name of the parameter for value, (bs, nk, nh, ch).
+        spatial_shapes: Name of the parameter for the height and width of each level: (nl, 2), or a list of
+            pairs.
+        locations: Name of the parameter for the sampling points, (bs, nq, nh, nl, np, 2), x and y, 0 to 1
+            across a level.
+        weights: Name of the parameter for the attention weights, (bs, nq, nh, nl, np).
 
     Raises:
-        ValueError: A name without its module, or a role that is no parameter.
+        ValueError: `name` has no module, or a role is not among `parameters`.
 
     Example:
         >>> register_deformable_attention("models.attention:sample",

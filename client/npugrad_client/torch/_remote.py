@@ -1,4 +1,4 @@
-"""`remote`: while it is entered, backward operators that the service knows run there."""
+"""`remote`: runs the backward operators of a block on the service."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _CREATE_GRAPH = "create_graph=True takes it apart"
 
 
 class Remote(ContextDecorator):
-    """The context manager that `remote` makes; see there.
+    """Context manager returned by `remote`.
 
-    Thread safety: one object may be entered by any number of threads, and again inside itself; each thread
-    must enter it for its own backward passes. Counts are shared.
+    Thread safety: any number of threads may enter the same object, also recursively; each thread enters it
+    for its own backward passes. Counts are shared.
 
     Example:
         >>> model, mode = torch.nn.GroupNorm(8, 64), remote(client)
@@ -52,7 +52,7 @@ class Remote(ContextDecorator):
         """Nodes of autograd that ran inside; None once one of them is known, as nobody asks then."""
 
     def __enter__(self) -> Remote:
-        """Starts to look at the backward operators of this thread."""
+        """Starts intercepting the backward operators of this thread."""
         if self._fuser.is_on:
             replace(attend, self._engine.tell)
         mode = _Mode(self)
@@ -63,7 +63,7 @@ class Remote(ContextDecorator):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Stops it.
+        """Stops intercepting.
 
         Raises:
             RuntimeError: This thread has not entered it.
@@ -75,7 +75,7 @@ class Remote(ContextDecorator):
             restore()
 
     def summary(self) -> Summary:
-        """What went where so far, all threads together; print it for a table."""
+        """Returns counts of what ran where, over all threads; print it for a table."""
         summary, seen = self._policies.summary(), self.seen
         return summary if seen is None else dataclasses.replace(summary, seen=tuple(sorted(seen)))
 
@@ -94,7 +94,7 @@ class Remote(ContextDecorator):
         return self.summary()._repr_html_()
 
     def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Runs one operator that is looked at, here or there."""
+        """Runs one intercepted operator, locally or on the service."""
         if DECIDING.is_local:
             return func(*args, **kwargs)
 
@@ -137,57 +137,57 @@ def remote(
     label: str = "",
     verify: bool = False,
 ) -> Remote:
-    """Sends the backward operators of an unmodified model to the service while it is entered.
+    """Context manager that sends the backward operators of an unmodified model to the service.
 
-    Sent are the backward of `grid_sample` (bilinear and nearest), of `group_norm` and of `layer_norm`, on CPU
-    tensors in float32, float16 and bfloat16, of volumes in float64 as well. Where types are mixed (bfloat16
-    data with float32 weights, which the documents refuse but for `layer_norm`) the operands travel as float32
-    and the results are cast back. Everything else runs here, as without it. Enter it around ``backward()``;
-    around the forward pass it does no harm, and costs some microseconds for every operator.
+    It sends the backward of `grid_sample` (bilinear and nearest), `group_norm` and `layer_norm` on CPU
+    tensors in float32, float16 and bfloat16, for volumes also in float64. Operands of mixed dtypes (bfloat16
+    data with float32 weights, which the documents allow for `layer_norm` only) are sent as float32 and the
+    results cast back. Everything else runs locally, as usual. Enter it around ``backward()``; around the
+    forward pass it is harmless, but adds a few microseconds per operator.
 
-    Under ``create_graph=True`` autograd itself takes the backward of `group_norm` apart into elementary
-    operators, which run here, with a warning; the others are still sent. So it does under the
-    transforms of `torch.func`, and where mean or rstd of `native_group_norm` have gradients.
+    With ``create_graph=True``, autograd decomposes the backward of `group_norm` into elementary operators,
+    which run locally, with a warning; the other operators are still sent. The same happens under `torch.func`
+    transforms, and if mean or rstd of `native_group_norm` have gradients.
 
-    Multi-scale deformable attention that a model composes of `grid_sample`, one call for each level, is sent
-    as one call if the forward pass runs inside as well: that of transformers, of mmcv, of copies of
-    Mask2Former's, and what `register_deformable_attention` names. While a `remote` is entered these functions
-    are replaced; other threads, and what is compiled or exported, run them as they are. So does a
-    call that would not be sent, or one under hooks of saved tensors, as in a checkpoint that is not
-    reentrant. A point on the edge between two pixels may get the gradient of the other pixel, as the operator
-    rounds coordinates in another way.
+    Multi-scale deformable attention built from one `grid_sample` per level is sent as a single call if the
+    forward pass runs inside the block too. This covers transformers, mmcv, copies of Mask2Former's code, and
+    functions named with `register_deformable_attention`. These functions are replaced while a `remote` is
+    active; they run unchanged in other threads, in compiled or exported code, for calls that would not be
+    sent, and under saved-tensor hooks, as in a non-reentrant checkpoint. A point on the edge between two
+    pixels may get the gradient of the other pixel, because the operator rounds coordinates differently.
 
-    An operator that the server lacks, as one of an earlier release may, runs here with one warning, whatever
-    the policies.
+    An operator that the server lacks, for example because it is of an earlier release, runs locally with one
+    warning, whatever the policies.
 
-    Inside another `remote` the inner one decides alone. Any number of threads may enter the same object, each
-    for its own backward passes. It works with hooks, checkpoints of both kinds, and autocast.
+    In nested blocks, the innermost `remote` decides. Any number of threads may enter the same object, each
+    for its own backward passes. Hooks, both kinds of checkpoints and autocast are supported.
 
     Args:
-        client: Who calls the service.
-        min_bytes: Calls with less in operands and results together stay here. 0 sends all.
-        on_refused: What the documents do not allow (float64 images, bicubic, ...), or what is no dense CPU
-            tensor: ``"warn"`` runs it here, with one warning for each kind, ``"local"`` without a word,
-            ``"raise"`` raises the documented error, or TypeError, out of backward.
-        on_error: When the service fails: ``"raise"`` raises the typed error out of backward, ``"local"``
-            runs the call here, with a warning for each class of error, and counts it.
-        policy: ``"faster"`` sends what the service is faster with. Of each kind (operator, types, flags,
-            and sizes up to a power of two) the first calls run in turn here and there, at most three each,
-            and then the faster way; the other one is looked at again when that costs at most 1 % of what
-            the kind took since. ``"always"`` sends all that it can.
-        fused: Send deformable attention as one call; False leaves each `grid_sample` to itself.
+        client: Client to call the service with.
+        min_bytes: Calls with fewer bytes of operands and results run locally. 0 sends all.
+        on_refused: For calls that the documents do not allow (float64 images, bicubic, ...) or that have
+            operands other than dense CPU tensors: ``"warn"`` runs them locally with one warning of each kind,
+            ``"local"`` runs them locally without a warning, ``"raise"`` raises the documented error, or
+            TypeError, from backward.
+        on_error: When the service fails: ``"raise"`` raises its error from backward, ``"local"`` runs the
+            call locally, with a warning for each class of error, and counts it.
+        policy: ``"always"`` sends every call it can. ``"faster"`` sends calls that are faster on the service.
+            For each kind of call (operator, dtypes, flags, and sizes rounded to a power of two) the first
+            calls alternate between local and remote, at most three each, and later calls take the faster way.
+            The slower way is measured again when that costs at most 1 % of the time spent since.
+        fused: Send deformable attention as one call; False handles each `grid_sample` separately.
         timeout_s: Deadline of each call in seconds; None for the client's default.
-        deterministic: Ask for results that do not depend on the order of summation.
-        priority: Calls of higher priority leave the queue first; -100 to 100.
+        deterministic: Request results that do not depend on the order of summation.
+        priority: -100 to 100; calls of higher priority leave the queue first.
         label: Name of the caller or experiment.
-        verify: Have the server recompute each call and refuse a result that differs.
+        verify: Have the server recompute each call with its reference and fail if a result differs.
 
     Returns:
-        A context manager, and a decorator; its `summary()` tells what went where.
+        A context manager that is also a decorator; its `summary()` shows what ran where.
 
     Raises:
-        TypeError: The client is no `Client`.
-        ValueError: A policy that there is not, or a negative `min_bytes`.
+        TypeError: `client` is not a `Client`.
+        ValueError: Unknown policy, or negative `min_bytes`.
 
     Example:
         >>> model = torch.nn.LayerNorm(512)

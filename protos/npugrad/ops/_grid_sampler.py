@@ -78,14 +78,14 @@ _ATTRS = (
         name="padding_mode",
         c_name=C_NAMES["padding_mode"],
         type="int64",
-        doc="What a point outside the image reads: 0 zeros, 1 border, 2 reflection.",
+        doc="Values outside the image: 0 zeros, 1 border, 2 reflection.",
         choices=PADDING_MODES,
     ),
     AttrParam(
         name="align_corners",
         c_name=C_NAMES["align_corners"],
         type="bool",
-        doc="True: -1 and 1 are the centres of the corner pixels; False: their outer edges.",
+        doc="Whether -1 and 1 are the centres of the corner pixels (True) or their outer edges (False).",
     ),
     AttrParam(
         name="output_mask",

@@ -74,7 +74,7 @@ _PARAMS = (
     _input("dy", "(B, H, N, M, D), dtype of query. Gradient of the attention."),
     _input(
         "atten_mask",
-        "(B, 1, N, 1, K), bool or uint8; None for no mask. 1 takes a key out, for all heads and all of M.",
+        "(B, 1, N, 1, K), bool or uint8; None for no mask. 1 excludes a key for all heads and all of M.",
         dtypes=MASK_DTYPES,
         optional=True,
         draw=Draw("bernoulli", (0.25,)),
@@ -102,7 +102,7 @@ _PARAMS = (
         name="scale_value",
         c_name=C_NAMES["scale_value"],
         type="double",
-        doc="Factor of the scores, usually 1 / sqrt(D); nothing else scales them.",
+        doc="Factor of the scores, usually 1 / sqrt(D); no other scaling is applied.",
     ),
     _output("dq", "(B, H, N, M, D), dtype of query. Gradient of query."),
     _output("dk1", "(B, H, N, K, D), dtype of query. Gradient of key1."),
@@ -177,7 +177,7 @@ def _samples(product: Product) -> Iterator[Sample]:
 FUSED_FLOYD_ATTENTION_GRAD = OpRecord(
     name="fused_floyd_attention_grad",
     aclnn_name=DOCUMENT,
-    summary="Gradients of Floyd attention, which scores and weighs two sets of keys and values together.",
+    summary="Gradients of Floyd attention, which attends over two sets of keys and values at once.",
     documents=(DOCUMENT,),
     repositories=("ops-transformer",),
     params=_PARAMS,

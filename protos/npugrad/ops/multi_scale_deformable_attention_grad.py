@@ -100,8 +100,8 @@ _PARAMS = (
     ),
     _input(
         "attn_weight",
-        "(bs, nq, nh, nl, np), dtype of value. Attention weight of each sampling point. That of a point "
-        "outside of its level, or at NaN, is not read, even where it is NaN or infinite.",
+        "(bs, nq, nh, nl, np), dtype of value. Attention weight of each sampling point. The weight of a "
+        "point outside its level, or at NaN, is ignored, even if NaN or infinite.",
         draw=Draw("uniform", (0.0, 0.125)),  # adds up to about 1 over four levels of four points
     ),
     _input(
