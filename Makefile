@@ -368,6 +368,8 @@ check-gen: $(STAMP) $(STAMP_GEN) ## Generated files are up to date
 
 docs: $(STAMP_DOCS) ## Build the documentation as a site, in build/site; dead links, anchors and API names fail
 	$(VENV_DOCS)/bin/zensical build --clean --strict
+	# It has to work offline: what a page loads lies beside it.
+	! grep -rlE '<(script|img)[^>]* src="https?:|<link[^>]* href="https?:' build/site --include='*.html'
 .PHONY: docs
 
 check-floor: $(STAMP_FLOOR) ## Calls over loopback with the oldest versions that pyproject.toml allows

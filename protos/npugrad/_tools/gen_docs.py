@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGES = ROOT / "docs"
+_INHERITED = "    options:\n      inherited_members: true\n"
+_ENTRY_OPTIONS = {"Client": _INHERITED, "AsyncClient": _INHERITED}
+"""The operators are methods of a generated base class, which is not public."""
 _BLOCK = re.compile(r"(<!-- generated: (?P<name>\w+) -->\n).*?(<!-- end of (?P=name) -->)", re.DOTALL)
 
 
@@ -175,7 +178,7 @@ def api(module: str) -> str:
     """What mkdocstrings makes an entry of: each public name of a module, exceptions apart."""
     errors = _public("npugrad_client.errors")
     names = [name for name in _public(module) if module.endswith(".errors") or name not in errors]
-    return "\n" + "\n".join(f"::: {module}.{name}\n" for name in names)
+    return "\n" + "\n".join(f"::: {module}.{name}\n{_ENTRY_OPTIONS.get(name, '')}" for name in names)
 
 
 PARTS: dict[str, Callable[[], str]] = {
