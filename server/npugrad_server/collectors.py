@@ -1,4 +1,4 @@
-"""Figures that the Prometheus page shows as they are when somebody looks: of the pool and of the log."""
+"""Gauges computed at each scrape of the Prometheus page, from the pool and the log."""
 
 from __future__ import annotations
 
@@ -84,27 +84,31 @@ class PoolCollector(Collector):
         self._shown: set[str] = set()
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing, so that registering does not wait for the loop it is called on."""
+        """Describes nothing, so that registering does not wait for the event loop."""
         return ()
 
     def collect(self) -> Iterator[Metric]:
         """The gauges, from figures taken at one moment on the pool's loop."""
         stats, devices = ask(self._loop, self._snapshot, SNAPSHOT_TIMEOUT_S)
         for name, text, value in (
-            ("npugrad_queue_depth", "Calls that wait for a device.", stats.queue_depth),
+            ("npugrad_queue_depth", "Calls waiting for a device.", stats.queue_depth),
             (
                 "npugrad_queued_seconds",
-                "Device seconds that waiting calls are expected to take.",
+                "Expected device seconds of waiting calls.",
                 stats.queued_s,
             ),
-            ("npugrad_longest_wait_seconds", "How long the oldest waiting call waits.", stats.longest_wait_s),
-            ("npugrad_running_calls", "Calls that run on a device.", stats.running),
-            ("npugrad_open_circuits", "Signatures of a tenant that are refused now.", stats.open_circuits),
-            ("npugrad_uploads", "Admitted calls whose operands are still coming.", stats.uploads),
+            (
+                "npugrad_longest_wait_seconds",
+                "Seconds the oldest waiting call has waited.",
+                stats.longest_wait_s,
+            ),
+            ("npugrad_running_calls", "Calls running on a device.", stats.running),
+            ("npugrad_open_circuits", "Signatures of tenants currently refused.", stats.open_circuits),
+            ("npugrad_uploads", "Admitted calls whose operands are still being uploaded.", stats.uploads),
             ("npugrad_input_arena_used_bytes", "Operand memory in use.", stats.input_arena_used_bytes),
-            ("npugrad_input_arena_bytes", "Operand memory there is.", stats.input_arena_bytes),
+            ("npugrad_input_arena_bytes", "Total operand memory.", stats.input_arena_bytes),
             ("npugrad_output_arena_used_bytes", "Result memory in use.", stats.output_arena_used_bytes),
-            ("npugrad_output_arena_bytes", "Result memory there is.", stats.output_arena_bytes),
+            ("npugrad_output_arena_bytes", "Total result memory.", stats.output_arena_bytes),
         ):
             yield GaugeMetricFamily(name, text, float(value))
         yield from _of_devices(devices)
@@ -134,28 +138,28 @@ def _of_devices(devices: Sequence[DeviceStatus]) -> tuple[Metric, ...]:
     """States, memory and workers of the devices."""
     info = GaugeMetricFamily(
         "npugrad_device_info",
-        "What a device is, value 1; results of a simulated one are no NPU's.",
+        "Description of a device, value 1; a simulated device is not an NPU.",
         labels=("device", "backend", "description", "simulated"),
     )
     states = GaugeMetricFamily(
         "npugrad_device_state", "1 for the state a device is in.", labels=("device", "state")
     )
     restarts = CounterMetricFamily(
-        "npugrad_worker_restarts", "How often the worker of a device was restarted.", labels=("device",)
+        "npugrad_worker_restarts", "Worker restarts of a device.", labels=("device",)
     )
     memory = GaugeMetricFamily(
         "npugrad_device_memory_bytes",
-        "What calls may have of a device's own memory; none is shown for one that works in the host's.",
+        "Device memory available to calls; absent for devices that use host memory.",
         labels=("device",),
     )
     used = GaugeMetricFamily(
         "npugrad_device_memory_used_bytes",
-        "What running calls have of a device's own memory, workspaces set aside included.",
+        "Device memory used by running calls, reserved workspaces included.",
         labels=("device",),
     )
     resident = GaugeMetricFamily(
         "npugrad_worker_resident_bytes",
-        "Host memory of a device's worker, pages of shared arenas that it touched included.",
+        "Host memory of a device's worker, including touched pages of shared arenas.",
         labels=("device",),
     )
     for device in devices:

@@ -1,8 +1,8 @@
-"""Every setting of the server: one model whose fields become flags, environment variables and TOML keys.
+"""Settings of the server: one model whose fields become flags, environment variables and TOML keys.
 
-A value comes from the command line, else from the environment (``NPUGRAD_`` and the field's name), else
-from the TOML file (``--config`` or ``NPUGRAD_CONFIG``), else from the default. A key that no field has is
-an error that names the nearest one.
+The command line takes precedence over the environment (``NPUGRAD_`` and the field's name), which takes
+precedence over the TOML file (``--config`` or ``NPUGRAD_CONFIG``) and the defaults. An unknown key is an
+error that suggests the nearest field.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _LONGEST_S = 2e6
 class ServerSettings(BaseSettings):
     """Settings of one server process.
 
-    Constructed directly it reads nothing but its arguments; `load_settings` reads environment and file.
+    The constructor reads only its arguments; `load_settings` reads environment and file as well.
     """
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", frozen=True, allow_inf_nan=False)
@@ -394,7 +394,7 @@ class ServerSettings(BaseSettings):
 
     @property
     def tls(self) -> Literal["off", "server", "mutual"]:
-        """Whether the server shows a certificate, or callers do as well."""
+        """Whether the server presents a certificate, or callers do as well."""
         return "off" if not self.tls_certificate else "mutual" if self.tls_client_ca else "server"
 
     @property
@@ -404,17 +404,17 @@ class ServerSettings(BaseSettings):
 
     @property
     def listen_address(self) -> Address:
-        """Where to serve."""
+        """The address to listen on."""
         return parse_listen(self.listen)
 
     @property
     def metrics_address(self) -> Address | None:
-        """Where the metrics page and those of the probes are; None when they are off."""
+        """Address of the metrics and probe pages; None if disabled."""
         return parse_metrics_listen(self.metrics_listen) if self.metrics_listen else None
 
     @property
     def fixed_product(self) -> Product | None:
-        """The product, None when the devices tell it."""
+        """The product; None to take that of the devices."""
         return None if self.product == "auto" else product_from_name(self.product)
 
     @classmethod
@@ -441,7 +441,7 @@ class LoadedSettings:
 
     Attributes:
         settings: The values.
-        origins: Where each came from: ``"flag"``, ``"environment"``, ``"file"`` or ``"default"``.
+        origins: Where each value came from: ``"flag"``, ``"environment"``, ``"file"`` or ``"default"``.
     """
 
     settings: ServerSettings
@@ -449,11 +449,11 @@ class LoadedSettings:
 
 
 class SettingsError(ValueError):
-    """Some settings are wrong.
+    """Some settings are invalid.
 
     Attributes:
-        problems: One line for each.
-        usable: The other settings, with defaults for the wrong ones, so that `check` can look further.
+        problems: One line per problem.
+        usable: The settings with defaults in place of invalid ones, so that `check` can go on.
     """
 
     def __init__(self, problems: Iterable[str], usable: LoadedSettings) -> None:
@@ -466,11 +466,11 @@ def load_settings(flags: Mapping[str, Any] | None = None, config: str | Path | N
     """Reads flags, environment and file.
 
     Args:
-        flags: Values of the command line by field name; those that are None were not given.
-        config: TOML file; None takes ``NPUGRAD_CONFIG``, and no file when that is not set.
+        flags: Values of the command line by field name; None if not given.
+        config: TOML file; None for ``NPUGRAD_CONFIG``, or no file if that is not set.
 
     Raises:
-        SettingsError: A value is wrong, a key is unknown, or the file cannot be read; all of them at once.
+        SettingsError: A value is invalid, a key is unknown, or the file cannot be read; lists all problems.
     """
     problems: list[str] = []
     layers = {

@@ -1,4 +1,4 @@
-"""What the server counts, for the Prometheus page that shows it.
+"""Counters of the server, for its Prometheus page.
 
 Every name starts with ``npugrad_`` and carries its unit. Labels take few values: operators, devices,
 reasons and statuses come from our own tables, never from a caller.
@@ -61,7 +61,7 @@ class Metrics(PoolObserver):
         )
         build.labels(version, product).set(1)
         self.draining = Gauge(
-            "npugrad_draining", "1 once the server is asked to end.", registry=self.registry
+            "npugrad_draining", "1 once the server has been asked to shut down.", registry=self.registry
         )
         ProcessCollector(registry=self.registry)
         self._make_call_counters(self.registry)
@@ -71,7 +71,7 @@ class Metrics(PoolObserver):
     def _make_call_counters(self, registry: CollectorRegistry) -> None:
         self._calls = CounterTally(
             "npugrad_calls",
-            "Calls answered, by gRPC status and reason of the error table; device is empty where none ran.",
+            "Calls answered, by gRPC status and error reason; device is empty for calls that never ran.",
             ("method", "operator", "status", "reason", "device"),
             registry,
         )
@@ -93,13 +93,13 @@ class Metrics(PoolObserver):
         )
         self._tenant_seconds = CounterTally(
             "npugrad_tenant_device_seconds",
-            "Seconds that calls with results kept a stream of a device, by tenant.",
+            "Device stream seconds used by successful calls, by tenant.",
             ("tenant",),
             registry,
         )
         self._active = GaugeTally(
             "npugrad_active_calls",
-            "Calls in progress, those not yet admitted included.",
+            "Calls in progress, including those not yet admitted.",
             ("method",),
             registry,
         )
@@ -116,47 +116,47 @@ class Metrics(PoolObserver):
         )
         self._ratios = HistogramTally(
             "npugrad_run_time_ratio",
-            "How long a successful call ran on its device, copies included, in terms of what was predicted.",
+            "Run time of successful calls, copies included, divided by the predicted run time.",
             ("operator", "device"),
             registry,
             buckets=_RATIOS,
         )
         self._rerun = Counter(
             "npugrad_calls_rerun",
-            "Calls whose worker died under them and that wait for another try.",
+            "Calls to be run again because their worker died.",
             ("device",),
             registry=registry,
         )
         self._redirected = Counter(
             "npugrad_calls_redirected",
-            "Calls that a device could not take now and that wait for another one, by reason of its answer.",
+            "Calls requeued for another device because one could not take them, by reason.",
             ("device", "reason"),
             registry=registry,
         )
         self._workspaces = Counter(
             "npugrad_workspaces_asked",
-            "Calls that needed more workspace than was set aside, by answer: granted, postponed, refused.",
+            "Calls that needed more workspace than reserved, by outcome: granted, postponed, refused.",
             ("device", "answer"),
             registry=registry,
         )
         self._postponed = Counter(
             "npugrad_calls_postponed",
-            "Calls that wait again because their device had no room for their workspace.",
+            "Calls requeued because their device had no memory for their workspace.",
             ("device",),
             registry=registry,
         )
         self._attempts = CounterTally(
-            "npugrad_attempts", "Calls handed to a device, each try counted.", ("device",), registry
+            "npugrad_attempts", "Calls handed to a device, counting every attempt.", ("device",), registry
         )
         self._transitions = Counter(
             "npugrad_device_transitions",
-            "How often a device went into a state.",
+            "Transitions of a device into a state.",
             ("device", "state"),
             registry=registry,
         )
         self._canaries = Counter(
             "npugrad_canaries",
-            "Tiny calls with known results that devices computed, by result: ok, mismatch, error.",
+            "Self-test calls computed by devices, by result: ok, mismatch, error.",
             ("device", "result"),
             registry=registry,
         )
@@ -168,23 +168,26 @@ class Metrics(PoolObserver):
         )
         self._mismatches = Counter(
             "npugrad_device_mismatches",
-            "How often a device computed wrongly without a word; two within ten minutes quarantine it.",
+            "Wrong results from a device that reported no error; two within ten minutes quarantine it.",
             ("device", "operator"),
             registry=registry,
         )
         self._lost = Counter(
-            "npugrad_workers_lost", "Worker processes that ended.", ("device",), registry=registry
+            "npugrad_workers_lost",
+            "Worker processes that ended unexpectedly.",
+            ("device",),
+            registry=registry,
         )
         self._opened = Counter(
             "npugrad_circuits_opened",
-            "How often calls of one tenant and signature were refused from then on, as workers died under "
-            "them; npugrad_calls_total has each refusal, with the reason CIRCUIT_OPEN.",
+            "Circuits opened: calls of one tenant and signature refused for a while because they killed "
+            "workers. npugrad_calls_total counts the refusals, with reason CIRCUIT_OPEN.",
             ("operator",),
             registry=registry,
         )
         self._rejected = Counter(
             "npugrad_device_rejections",
-            "Calls that passed the validator and that a device refused: each is a fault of a record.",
+            "Calls that passed validation but a device rejected; each is a bug in an operator record.",
             ("operator", "code"),
             registry=registry,
         )
