@@ -128,7 +128,8 @@ def _metavar(name: str, field: FieldInfo) -> str:
     if name.endswith("_per_s"):
         return "BYTES/S"
     unit = name.rpartition("_")[2]
-    return {"s": "SECONDS", "bytes": "BYTES", "listen": "ADDR", "devices": "LIST", **_FILES}.get(unit, "N")
+    units = {"s": "SECONDS", "bytes": "BYTES", "listen": "ADDR", "devices": "LIST", "header": "KEY", **_FILES}
+    return units.get(unit, "N")
 
 
 # --------------------------------------------------------------------------------------- commands
