@@ -246,7 +246,7 @@ def test_without_grpcs_support_a_fork_is_an_error_where_it_would_be_a_hang() -> 
         env={"GRPC_ENABLE_FORK_SUPPORT": "0"},
     )
     assert len(found) == 1
-    assert found[0].startswith("RuntimeError: found a forked process with GRPC_ENABLE_FORK_SUPPORT=0")
+    assert found[0].startswith("RuntimeError: this process was forked with GRPC_ENABLE_FORK_SUPPORT=0")
 
 
 ASYNC = """

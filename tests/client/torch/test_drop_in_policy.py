@@ -144,7 +144,7 @@ def test_a_failure_comes_out_of_backward_or_the_call_runs_here(function: Any) ->
         with drop_in(dead), pytest.raises(ConnectError):
             gradients(function, call)
         mode = drop_in(dead, on_error="local")
-        with mode, pytest.warns(RemoteWarning, match="as the service failed: .*cannot reach") as said:
+        with mode, pytest.warns(RemoteWarning, match="because the service failed: .*cannot reach") as said:
             got = [gradients(function, call) for _ in range(2)]
     assert len(said) == 1
     assert mode.summary().failed == 2

@@ -261,7 +261,7 @@ def test_what_runs_here_agrees_with_float64(
     golden = doubled(call)
     out = fused_floyd_attention(*call, client=client, atten_mask=mask, policies=policies)
     grad = torch.randn(out.shape).to(dtype)
-    with pytest.warns(RemoteWarning, match="fused_floyd_attention_grad runs here, .*; expected"):
+    with pytest.warns(RemoteWarning, match="fused_floyd_attention_grad runs locally because .*; expected"):
         out.backward(grad)
     composed(*golden, mask=mask, scale=2**-0.5)[0].backward(grad.double())
     for name, one, other in zip(("q", "k1", "v1", "k2", "v2"), call, golden, strict=True):

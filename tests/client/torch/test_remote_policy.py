@@ -75,7 +75,10 @@ def test_what_the_documents_refuse_runs_here_with_one_warning(
     mode = remote(client, min_bytes=0)
     x, loss = make()
     expected = torch.autograd.grad(loss, x, retain_graph=True)[0]
-    with mode, pytest.warns(RemoteWarning, match=f"^{operator} runs here, .* does not take it: ") as said:
+    with (
+        mode,
+        pytest.warns(RemoteWarning, match=f"^{operator} runs locally because .* does not take it: ") as said,
+    ):
         [each.backward() for each in (loss, make()[1])]
     assert len(said) == 1
     assert torch.equal(x.grad, expected)
@@ -124,7 +127,7 @@ def subclassed(cls: Any) -> Any:
 
 @pytest.mark.parametrize("cls", [Mine, Wrapped])
 def test_subclasses_of_tensors_stay_here_and_are_told_once(client: Client, cls: Any) -> None:
-    told = f"group_norm_backward runs here, .*found a {cls.__name__}; expected a dense array in CPU memory"
+    told = f"group_norm_backward runs locally .*found a {cls.__name__}; expected a dense array in CPU memory"
     with remote(client, min_bytes=0) as mode, pytest.warns(RemoteWarning, match=told) as said:
         assert not any(subclassed(cls) is None for _ in range(2))
     assert len(said) == 1
@@ -292,7 +295,7 @@ def test_or_the_call_runs_here_and_is_counted() -> None:
     (expected,) = torch.autograd.grad(loss, x, retain_graph=True)
     with Client(NOWHERE, retry=None) as dead:
         mode = remote(dead, min_bytes=0, on_error="local")
-        with mode, pytest.warns(RemoteWarning, match="as the service failed: .*cannot reach") as said:
+        with mode, pytest.warns(RemoteWarning, match="because the service failed: .*cannot reach") as said:
             [each.backward() for each in (loss, loss_of_group_norm()[1])]
     assert len(said) == 1
     assert torch.equal(x.grad, expected)
