@@ -1,4 +1,4 @@
-"""What a backward pass takes here and would take with its operators sent: measured, added up, and advised.
+"""Measures backward passes locally and with their operators sent, and advises what to send.
 
 The first call of each kind is also sent, some times, and run here as often, on its own operands; what that
 takes is left out of its pass. From the third pass on, every second one has all its calls sent where they
@@ -40,10 +40,10 @@ class KindAdvice:
     Attributes:
         operator: Name such as ``"group_norm_backward"``.
         kind: Type and shape of the largest operand of its first call, such as ``"float32[2,32,64,64]"``.
-        calls: Calls in a backward pass.
-        bytes: Bytes of a call's operands and results, on average.
-        local_s: Seconds of a call here, the median.
-        remote_s: Seconds of a call that is sent, as measured; None where it cannot be sent.
+        calls: Calls per backward pass.
+        bytes: Mean bytes of a call's operands and results.
+        local_s: Median seconds of a call when run locally.
+        remote_s: Measured seconds of a call when sent; None if it cannot be sent.
         why: Why it cannot be sent; else empty.
     """
 
@@ -57,26 +57,26 @@ class KindAdvice:
 
     @property
     def send(self) -> bool:
-        """Whether it is worth sending: a tie is not."""
+        """Whether it is worth sending; not for a tie."""
         return self.remote_s is not None and self.remote_s < MARGIN * self.local_s
 
     @property
     def won_s(self) -> float:
-        """Seconds of a backward pass that sending it wins; below 0 it loses. 0 for what cannot be sent."""
+        """Seconds per backward pass saved by sending it; negative if slower, 0 if it cannot be sent."""
         return 0.0 if self.remote_s is None else self.calls * (self.local_s - self.remote_s)
 
 
 @dataclass(frozen=True)
 class Advice:
-    """What was measured of some backward passes, on average.
+    """Mean measurements of some backward passes.
 
     Attributes:
         passes: Backward passes that were measured.
         is_warm: Whether a pass before them warmed up.
         backward_s: Seconds of one, with all of it here.
-        step_s: Seconds from the end of one to the end of the next: a whole step, where it has one backward
-            pass. None where there was one pass only.
-        rows: The kinds that the service knows, what takes longest here first.
+        step_s: Seconds from the end of one pass to the end of the next, which is a whole step if it has one
+            backward pass. None if there was only one pass.
+        rows: Kinds of calls the service supports, longest local time first.
     """
 
     passes: int
@@ -87,17 +87,17 @@ class Advice:
 
     @property
     def known_s(self) -> float:
-        """Seconds of a pass in operators that the service knows."""
+        """Seconds per pass in operators the service supports."""
         return sum(row.calls * row.local_s for row in self.rows)
 
     @property
     def all_sent_s(self) -> float:
-        """Seconds that a pass would take with all sent that can be."""
+        """Seconds a pass would take if everything possible were sent."""
         return self.backward_s - sum(row.won_s for row in self.rows)
 
     @property
     def advised_s(self) -> float:
-        """Seconds that a pass would take with that sent which is worth it."""
+        """Seconds a pass would take if everything worth sending were sent."""
         return self.backward_s - sum(row.won_s for row in self.rows if row.send)
 
 

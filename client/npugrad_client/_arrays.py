@@ -73,15 +73,15 @@ def _torch() -> ModuleType | None:
 
 
 def to_numpy(value: object, operator: str, name: str) -> npt.NDArray[Any]:
-    """An operand as a NumPy array of a type that the contract knows; no copy where its memory will do.
+    """Converts an operand to a NumPy array of a supported dtype, without a copy if possible.
 
     Args:
         value: The operand.
-        operator: Named in the error.
+        operator: Name for the error message.
         name: Name of the operand, as well.
 
     Raises:
-        TypeError: It is no array, the contract has no such dtype, or it is not in CPU memory.
+        TypeError: It is not an array, its dtype is unsupported, or it is not in CPU memory.
     """
     array = _torch_to_numpy(value, operator, name) if is_torch(value) else _foreign(value, operator, name)
     _dtype(array, operator, name)
@@ -159,8 +159,8 @@ def pack_operand(value: object, operator: str, name: str) -> tuple[TensorMeta, m
 def pack(array: npt.NDArray[Any]) -> tuple[TensorMeta, memoryview | None]:
     """Meta and content of an operand.
 
-    A type whose data never travels, such as complex64, has no content: the server refuses it with the
-    documented number.
+    A dtype whose data is never sent, such as complex64, has no content; the server rejects it with the
+    documented code.
     """
     dtype = dtype_from_name(array.dtype)
     if not dtype.has_data:
@@ -169,10 +169,10 @@ def pack(array: npt.NDArray[Any]) -> tuple[TensorMeta, memoryview | None]:
 
 
 def writable(value: object, operator: str, name: str) -> npt.NDArray[Any]:
-    """The memory of an array or tensor that the caller gave as `out`.
+    """Returns the memory of an array or tensor given as `out`.
 
     Raises:
-        TypeError: Results cannot be written there, or could not be seen there afterwards.
+        TypeError: It is not writable, or writes would not be visible to the caller.
     """
     if is_torch(value):
         array = _torch_to_numpy(value, operator, name)

@@ -1,4 +1,4 @@
-"""What is known of one try of a call, for the message of its failure and for its progress."""
+"""State of one try of a call, for error messages and progress."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class Attempt:
 
 
 def bytes_text(count: int) -> str:
-    """Bytes for a person, such as ``1.5 GiB``."""
+    """Formats bytes, such as ``1.5 GiB``."""
     size, unit = float(count), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if size < 1024:

@@ -1,4 +1,4 @@
-"""What the policy engine has to know of a backward call; PyTorch and JAX have a class of their own each."""
+"""Interface of a backward call for the policy engine, implemented for PyTorch and for JAX."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class BackwardCall(Protocol):
         ...
 
     def give_back(self, found: Mapping[str, Any]) -> tuple[Any, ...]:
-        """The service's results in the caller's order and types; None where there is none."""
+        """Results of the service in the caller's order and dtypes; None for results not computed."""
         ...
 
 

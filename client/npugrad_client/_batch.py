@@ -1,4 +1,4 @@
-"""Many calls at once: what is still to do, what came back, and a progress bar; the same for both clients."""
+"""Batches of calls for both clients: pending calls, results and a progress bar."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 OnError = Literal["raise", "return"]
-"""What becomes of an error: raised at once, or kept in the place of its result."""
+"""What to do with an error: raise it at once, or return it in place of the result."""
 
 
 class Batch:
-    """The calls of one `run_many`: given out in order, at most as many as are asked for; results by place.
+    """The calls of one `run_many`, handed out in order, and their results.
 
-    Not thread-safe: whoever runs the calls gives out and takes back in one thread.
+    Not thread-safe: hand out calls and store results from a single thread.
     """
 
     def __init__(
         self, calls: Iterable[Mapping[str, Any]], concurrency: int, on_error: OnError, progress: bool | str
     ) -> None:
-        """Refuses what cannot be meant; the calls are not looked at yet.
+        """Rejects invalid arguments; the calls are not read yet.
 
         Raises:
             TypeError: `calls` cannot be iterated over.
-            ValueError: `concurrency` is below 1, or `on_error` is neither word.
+            ValueError: `concurrency` is below 1, or `on_error` is neither "raise" nor "return".
         """
         if concurrency < 1:
             raise ValueError(f"concurrency: found {concurrency}; expected 1 or more")

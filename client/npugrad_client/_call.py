@@ -1,4 +1,4 @@
-"""One call on its way: from the caller's arrays to what is sent, and from what came back to results."""
+"""Converts the caller's arrays to what is sent, and what is received to results."""
 
 from __future__ import annotations
 
@@ -133,13 +133,14 @@ def prepare(
         attrs: Attributes by name.
         out: Declared outputs by name.
         options: Options of the call.
-        product: The one that must take the call; None to let the server say what its own takes.
+        product: Product that must accept the call; None to leave that to the server.
         registry: Where its messages are.
 
     Raises:
-        TypeError: An operand is no array, `out` cannot be filled or names no output, an attribute is None.
-        MalformedRequest: An attribute or option is of the wrong type or out of range.
-        OperatorError: The documents refuse the call on the product that is named.
+        TypeError: An operand is not an array, `out` cannot be filled or has an unknown name, or an attribute
+            is None.
+        MalformedRequest: An attribute or option has the wrong type or is out of range.
+        OperatorError: The documents do not allow the call on the given product.
     """
     require_options(record, options)
     packed = {n: _arrays.pack_operand(v, record.name, n) for n, v in inputs.items() if v is not None}
@@ -234,7 +235,7 @@ def _declare(
 def finish(
     prepared: Prepared, answer: Answer, inputs: Mapping[str, Any], out: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """Results as the caller wants them: his own arrays filled, torch tensors where he gave some."""
+    """Results for the caller: `out` arrays filled, torch tensors if operands were tensors."""
     as_torch = _arrays.has_torch(inputs.values())
     if not as_torch and not prepared.targets:
         return answer.arrays

@@ -1,4 +1,4 @@
-"""What the blocking and the asynchronous transport share: settings, options, stubs, forks, timeouts."""
+"""Shared by both transports: settings, channel options, stubs, forks, timeouts."""
 
 from __future__ import annotations
 
@@ -82,11 +82,11 @@ class Settings:
     """How a transport connects and sends.
 
     Attributes:
-        targets: Addresses, one of each server, each with a port.
+        targets: Addresses with ports, one per server.
         stream_from_bytes: Calls with this much data in either direction are streamed; to a server that took
             less as one message, from less on.
-        retry: When calls are tried again.
-        tls: What to trust and who the client is; None for an unencrypted connection.
+        retry: When to retry calls.
+        tls: Certificates to trust and to present; None for an unencrypted connection.
     """
 
     targets: tuple[str, ...]
@@ -125,9 +125,9 @@ def settings(
     """Settings from what the caller of a client gave.
 
     Raises:
-        TypeError: A target is no text, or `retry` or `tls` is of another type.
-        ValueError: A target is empty or a URL, there is none, or what `tls` names is no PEM.
-        OSError: A file that `tls` names cannot be read.
+        TypeError: A target is not a string, or `retry` or `tls` has the wrong type.
+        ValueError: There is no target, a target is empty or a URL, or `tls` names something that is not PEM.
+        OSError: A file named in `tls` cannot be read.
     """
     targets = (complete_target(target),) if isinstance(target, str) else _listed(target)
     if retry is not None and not isinstance(retry, RetryPolicy):

@@ -1,4 +1,4 @@
-"""What a client measures of a call, and the timeline that it makes of that when somebody asks."""
+"""Measures a call in the client, and builds its timeline on request."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Sink(Protocol):
-    """What is told of every call that ends."""
+    """Is notified of every call that ends."""
 
     def ended(self, clock: CallClock) -> None:
         """A call has ended, well or not; must be quick, and raise nothing."""
@@ -140,7 +140,7 @@ def tracing_by(provider: bool | TracerProvider) -> Tracing | None:
 
     Raises:
         ImportError: OpenTelemetry is not installed.
-        TypeError: It is no provider.
+        TypeError: It is not a tracer provider.
     """
     if provider is False:
         return None

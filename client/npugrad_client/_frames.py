@@ -1,4 +1,4 @@
-"""Calls as messages and frames, and replies back into arrays; a reply is checked before it is believed."""
+"""Encodes calls as messages and frames, and decodes and checks replies."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def read_response(prepared: Prepared, response: Any, clock: CallClock | None = N
     """Results of a unary call.
 
     Raises:
-        NpugradError: The reply is malformed, or is no answer to this call.
+        NpugradError: The reply is malformed or does not answer this call.
     """
     result = _decode(prepared, response, clock)
     arrays: dict[str, Array | None] = {}

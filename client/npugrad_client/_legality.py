@@ -24,7 +24,7 @@ LANES = 8
 
 
 def require_client(name: str, client: object) -> None:
-    """Refuses what is no client while the caller's own line is on top of the traceback.
+    """Rejects anything but a client, while the caller's line is on top of the traceback.
 
     Raises:
         TypeError: It is something else, such as an address or an `AsyncClient`, which backward cannot await.

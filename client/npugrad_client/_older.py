@@ -1,4 +1,4 @@
-"""Servers that are older than this client and lack an operator: what they answer, what the caller is told."""
+"""Errors from servers that are older than this client and lack an operator."""
 
 from __future__ import annotations
 

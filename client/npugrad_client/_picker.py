@@ -1,4 +1,4 @@
-"""Which of several servers gets a try. No clock, thread or socket."""
+"""Chooses one of several servers for a try. No clock, thread or socket."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ class _Server:
 class Picker:
     """Chooses servers: the one with the fewest calls in flight, in turn where several have.
 
-    A server that cannot be reached, drains, has no device, or answered nothing at all while a call waited for
-    it beyond its deadline or its hedge, rests for a while, longer each time, and is then tried with one call.
-    A full one rests for as long as it asks. When all rest, the one that rested longest
-    is tried: a picker never refuses.
+    A server that is unreachable or draining, has no device, or answered nothing while a call waited past its
+    deadline or hedge, is avoided for a while, longer each time, and then tried with a single call. A full
+    server is avoided for as long as it asks. If all are avoided, the one avoided longest is tried, so there
+    is always a choice.
 
     Thread safety: every method may be called from several threads at once.
     """

@@ -51,7 +51,7 @@ Example:
 """
 _REFUSED = (NullOperand, InvalidOperand, TilingError, UnsupportedOperator)
 _FRAMEWORKS = ("npugrad_client", "torch", "jax", "jaxlib")
-"""Packages whose lines tell nobody which of the caller's lines a warning is about."""
+"""Packages whose frames are skipped to find the caller's line for a warning."""
 _REFUSALS = ("warn", "local", "raise")
 _ERRORS = ("raise", "local")
 _POLICIES = ("always", "faster")
@@ -158,7 +158,7 @@ def require_policies(
 
 
 STRICT = Policies(on_refused="raise")
-"""Of functions that were given none: each call is sent, and what the server says is the caller's to hear."""
+"""Policies of functions that were given none: send every call, and raise every error."""
 
 
 class PolicyEngine:
@@ -177,11 +177,11 @@ class PolicyEngine:
         self.on_refused = policies.on_refused
 
     def run(self, request: BackwardCall, local: Callable[[], R]) -> R | tuple[Any, ...]:
-        """Results of a call in the caller's order and types: the service's, or those of `local`.
+        """Returns the results of a call in the caller's order and dtypes, from the service or from `local`.
 
         Raises:
-            OperatorError: The documents refuse the call, and the policy is to raise.
-            NpugradError: The service failed, and the policy is to raise.
+            OperatorError: The documents do not allow the call and the policy is to raise.
+            NpugradError: The service failed and the policy is to raise.
         """
         why, nbytes = self._why_local(request)
         begun = started = time.perf_counter()
@@ -230,7 +230,7 @@ class PolicyEngine:
         """Whether a call stays here for what is known before its values are; if so it is counted, and told.
 
         Raises:
-            OperatorError: The documents refuse the call, and the policy is to raise.
+            OperatorError: The documents do not allow the call and the policy is to raise.
         """
         why, nbytes = self._why_local(request)
         try:
@@ -275,7 +275,7 @@ class PolicyEngine:
         return (request.give_back(found), info.timeline), ""
 
     def _failed(self, request: BackwardCall, error: NpugradError) -> str:
-        """Raises by policy, else tells of it once and gives back why the call runs here."""
+        """Raises by policy; else warns once and returns why the call runs locally."""
         # A number is the documents' word; without one, a server of another kind may be at that address.
         if isinstance(error, _REFUSED) and error.code is not None:
             kind = _kind(error)
@@ -316,7 +316,7 @@ class PolicyEngine:
         return _LACKING
 
     def _refused(self, request: BackwardCall, error: Exception, kind: str, why: str) -> str:
-        """Raises, warns once for the kind, or says nothing, by policy; gives back why."""
+        """Raises, warns once per kind or stays silent, by policy; returns the reason."""
         if self._policies.on_refused == "raise":
             raise error
         if self._policies.on_refused == "warn":
@@ -325,7 +325,7 @@ class PolicyEngine:
         return why
 
     def tell(self, kind: str, text: str) -> None:
-        """Warns of something, once for each kind."""
+        """Warns once per kind."""
         self._ledger.once(kind, lambda: _warn_caller(text))
 
 
@@ -334,7 +334,7 @@ class Deciding(threading.local):
 
     depth = 0
     is_all_local: ClassVar[bool] = False
-    """Whether every call of the process stays here."""
+    """Whether all calls of the process run locally."""
 
     @property
     def is_local(self) -> bool:
@@ -343,7 +343,7 @@ class Deciding(threading.local):
     @classmethod
     @contextmanager
     def keeping_all(cls) -> Iterator[None]:
-        """While it is entered, every call of every thread stays here, and is not counted."""
+        """Context manager in which all calls of all threads run locally and are not counted."""
         cls.is_all_local = True
         try:
             yield
@@ -358,7 +358,7 @@ class Deciding(threading.local):
 
 
 def _metas(operator: str, operands: Mapping[str, Any]) -> dict[str, TensorMeta | None]:
-    """Type and shape of each operand; of its data nothing is touched."""
+    """Dtype and shape of each operand, without touching its data."""
     arrays = {
         name: None if operand is None else _arrays.to_numpy(operand, operator, name)
         for name, operand in operands.items()

@@ -1,4 +1,4 @@
-"""A profile of a client: every call that ends, as a Chrome trace that grows while the client is at work."""
+"""Profile of a client: writes every finished call to a growing Chrome trace."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def profiling(path: str | os.PathLike[str], sinks: list[Sink]) -> Iterator[None]
     """Writes each call that ends in the block to a file.
 
     Args:
-        path: The file; what is there is overwritten.
+        path: Output file; overwritten if it exists.
         sinks: Those that a client tells of its calls.
 
     Raises:

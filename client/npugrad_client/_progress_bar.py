@@ -1,4 +1,4 @@
-"""The progress of calls as bars on standard error: one line for each call in flight, gone when it ends."""
+"""Progress bars on standard error: one line per call in flight, removed when it ends."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def _can_move(console: Console) -> bool:
 def bar(title: str) -> Iterator[Callable[[Progress], None] | None]:
     """Shows the progress of a call in a block; yields what is to be told.
 
-    None where standard error is neither a terminal nor a notebook: a log is not to have a line for each call.
+    None if standard error is neither a terminal nor a notebook, to keep logs free of progress.
     """
     console = Console(stderr=True)
     if not _can_move(console):

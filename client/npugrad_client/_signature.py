@@ -1,4 +1,4 @@
-"""What of a call decides everything but the values: calls of one signature share a plan."""
+"""Signature of a call: everything but the values. Calls of one signature share a plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Addresses of servers as people write them, and as gRPC takes them."""
+"""Converts server addresses as users write them to gRPC targets."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ipaddress
 import re
 
 DEFAULT_PORT = 50051
-"""Where npugrad-server listens unless it is told otherwise; gRPC's own default is that of HTTPS."""
+"""Default port of npugrad-server; gRPC's own default is that of HTTPS."""
 
 _URL = re.compile(r"(?P<scheme>https?|grpcs?|tcp|tls|h2c?)://(?P<rest>[^/?#]*)[/?#]?.*", re.I | re.S)
 _DNS = re.compile(r"dns:(//[^/]*/)?", re.I)
@@ -14,12 +14,12 @@ _ENCRYPTED = ("https", "grpcs", "tls", "h2")
 
 
 def complete_target(target: object) -> str:
-    """The target with a port: the default one where a host has none.
+    """Adds the default port to a target without a port.
 
     Targets of a scheme other than ``dns:``, such as ``unix:``, stay as they are.
 
     Raises:
-        TypeError: It is no text.
+        TypeError: It is not a string.
         ValueError: It is empty, or a URL.
     """
     if not isinstance(target, str):

@@ -39,7 +39,7 @@ class Tracing:
         """Spans by a provider; by the global one where it is None.
 
         Raises:
-            TypeError: It is no provider.
+            TypeError: It is not a tracer provider.
         """
         if not isinstance(provider, (trace.TracerProvider, type(None))):
             raise TypeError(f"tracing: found {type(provider).__name__}; expected a TracerProvider or a bool")

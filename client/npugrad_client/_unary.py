@@ -1,4 +1,4 @@
-"""Calls that travel as one message each way, by their plans where they have one."""
+"""Unary calls: one message each way, by plan if there is one."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def read_unary(prepared: Prepared, data: bytes, attempt: Attempt, clock: CallClo
     """Results of a unary call; a plan for those that follow is kept.
 
     Raises:
-        NpugradError: The reply is malformed, or is no answer to this call.
+        NpugradError: The reply is malformed or does not answer this call.
     """
     plan = prepared.plan
     answer = None if plan is None else _read_by_plan(prepared, plan, data, attempt, clock)

@@ -1,4 +1,4 @@
-"""Whether the results of a call are right: within tolerance of its reference, or explained by pixel edges."""
+"""Checks results: within tolerance of the reference, or explained by pixel edges."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Agreement:
         return {name: found for name, found in self.comparisons.items() if not found.ok}
 
     def __str__(self) -> str:
-        """One line for a person; no value of any tensor."""
+        """One-line description, without tensor values."""
         shown = self.wrong or self.comparisons
         said = [f"{name}: {found}" for name, found in shown.items()]
         return "; ".join(filter(None, (*said, self.explanation, self.tried))) or "no outputs"

@@ -1,4 +1,4 @@
-"""The kinds of attributes: what C calls each, which values it has here, and whether it may be null."""
+"""Kinds of attributes: C type, Python values, and whether they may be null."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ def string(value: Any) -> str:
     """A string attribute.
 
     Raises:
-        TypeError: It is no text.
+        TypeError: It is not a string.
         ValueError: It has a NUL, is no Unicode, or is too long.
     """
     if not isinstance(value, str):

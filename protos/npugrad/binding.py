@@ -1,4 +1,4 @@
-"""How torch_npu itself binds an operator: another caller of the same function, to compare results with."""
+"""torch_npu's own binding of an operator, which serves to compare results."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class TorchBinding:
         'aten.native_layer_norm'
 
     Attributes:
-        path: Its name there.
-        positional: The record's names of what it takes, in its own order.
-        keyword: The record's names of what it takes by these names.
-        takes: Whether it hands a legal call down as it is, which some do not.
+        path: Its name below `torch.ops`.
+        positional: Positional arguments, as names in the record.
+        keyword: Keyword arguments, as names in the record.
+        takes: Whether it passes a legal call on unchanged, which some bindings do not.
     """
 
     path: str
@@ -33,7 +33,7 @@ class TorchBinding:
     takes: Callable[[CallMeta], bool] = lambda call: True
 
     def call(self, ops: Any, values: Mapping[str, Any]) -> tuple[Any, ...]:
-        """Calls it.
+        """Calls the function.
 
         Args:
             ops: `torch.ops`.
@@ -43,7 +43,7 @@ class TorchBinding:
             The outputs in the order of the record.
 
         Raises:
-            AttributeError: This torch_npu does not have it.
+            AttributeError: The installed torch_npu lacks it.
         """
         given = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
         return tuple(

@@ -1,4 +1,4 @@
-"""How a coordinate becomes a position in pixels, by named rules.
+"""Converts coordinates to positions in pixels, by named rules.
 
 Kernels compute positions in float32, each with formulas and an order of its own. Where rounding carries a
 point over a pixel's edge the gradient of its coordinate jumps, so a result can only be judged by the rule

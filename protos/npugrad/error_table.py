@@ -1,7 +1,7 @@
-"""Every error of the contract in one table: numbers of the vendor, reasons of our own, and what each means.
+"""All errors of the contract in one table: vendor codes, the service's own reasons, and their meaning.
 
-Numbers are those of the vendor's page "aclnn return codes"; our own reasons have none. gRPC statuses are
-named by strings, so that the contract does not need grpc.
+Codes are those of the vendor's page "aclnn return codes"; the service's own reasons have none. gRPC statuses
+are strings, so that the contract does not depend on grpc.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ class ErrorRow:
 
     Attributes:
         reason: `ErrorInfo.reason`, stable.
-        code: aclnn number, None for a reason of our own.
-        grpc_status: gRPC status when our own side finds it; of numbers that only a device returns, that one.
+        code: aclnn code; None for the service's own reasons.
+        grpc_status: gRPC status if the service detects the error; for codes only a device returns, that of
+            the device.
         retryable: Whether the same call may succeed later or elsewhere.
-        sentence: What it means, for a person.
-        device_grpc_status: gRPC status when a device returns it after our validator passed.
+        sentence: What it means, in one sentence.
+        device_grpc_status: gRPC status if a device returns it for a call that passed validation.
     """
 
     reason: str

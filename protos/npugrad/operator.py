@@ -1,4 +1,4 @@
-"""The types of an operator record: one frozen `OpRecord` describes one operator completely.
+"""Operator records: one frozen `OpRecord` describes one operator completely.
 
 Validator, packing, documentation tables, client methods, the launcher's argument order and the test
 matrix are all derived from it.
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Finding:
-    """What a violated constraint saw.
+    """Details of a violated constraint.
 
     Attributes:
         found: What the call has.
@@ -52,18 +52,18 @@ class Constraint:
 
     Attributes:
         id: Stable identifier, part of the interface, such as ``"group.positive"``.
-        code: aclnn number when violated.
+        code: aclnn code of a call that violates it.
         text: The documented sentence, in English.
         sources: Where it is documented; every row of the documents is cited by some constraint.
-        operands: Operands and attributes it is about.
-        check: Pure; None when the constraint holds. Only called when all of `requires` hold.
-        violate: Turns a legal call into one that breaks only this; None where that call cannot.
-        requires: Constraints that must hold before this one is looked at; if not, it is not reported.
-        vendor_code: What the vendor's own source returns there, ``"accepts"`` if it lets it pass; where that
-            depends, a function of the call that breaks this constraint alone.
+        operands: Operands and attributes it concerns.
+        check: Pure function; returns None if the constraint holds. Only called if all of `requires` hold.
+        violate: Turns a legal call into one that violates only this constraint; None if that call cannot.
+        requires: Constraints that must hold for this one to be evaluated and reported.
+        vendor_code: What the vendor's own source returns for a violation, ``"accepts"`` if nothing; or a
+            function of a call that violates only this constraint, if it depends.
         products: Products it applies to; None for all.
-        alone: Evaluated first, and if violated nothing else is reported.
-        pick: Where document and vendor source disagree: both sides, and the one taken.
+        alone: Whether it is evaluated first and, if violated, reported alone.
+        pick: If document and vendor source disagree: what each says, and which is followed.
     """
 
     id: str
@@ -109,14 +109,14 @@ class TensorParam:
         doc: Shape in symbols and meaning.
         dtypes: Supported types by product.
         optional: Whether null is legal for an input.
-        device_view: Shape under which it is handed to the device; None for its own.
-        axes: Its axes in the order of the formula, where its storage format may put them in another: what
-            backends and the reference are given. None where the format changes nothing.
-        masked_by: For an output, its index in `output_mask`; None when it is always computed.
-        when_masked: What the operator wants for a masked-out output: a null pointer or an allocated tensor.
+        device_view: Shape in which it is passed to the device; None for its own.
+        axes: Order of its axes in the formula, in which backends and the reference get them, if the storage
+            format may change it; else None.
+        masked_by: For an output, its index in `output_mask`; None if it is always computed.
+        when_masked: What the operator expects for a masked-out output: a null pointer or an allocated tensor.
         zero_init: Whether the device memory must be zeroed before the launch.
-        draw: What a recipe for an input draws, so that calls made of recipes are like real ones; None where
-            only data makes sense.
+        draw: Distribution for recipes of an input, to make calls realistic; None if only actual data makes
+            sense.
     """
 
     name: str
@@ -147,8 +147,8 @@ class AttrParam:
         type: Its kind, one of `attributes.KINDS`; the pointers among them may be null unless a constraint
             says otherwise.
         doc: Meaning and legal values.
-        choices: Names that Python accepts for the documented numbers.
-        optional: Whether callers may leave it out, which is null; for pointers only.
+        choices: Names accepted in Python in place of the documented numbers.
+        optional: Whether callers may omit it (null); for pointers only.
     """
 
     name: str
@@ -164,7 +164,7 @@ Param = TensorParam | AttrParam
 
 @dataclass(frozen=True)
 class NotExpressible:
-    """A documented row that a call through this service cannot break.
+    """A documented row that a call through this service cannot violate.
 
     Attributes:
         source: The row.
@@ -210,30 +210,30 @@ class OpRecord:
     Attributes:
         name: snake_case name, as on the wire and in Python.
         aclnn_name: Official name of the aclnn function.
-        summary: One sentence: what it computes.
+        summary: What it computes, in one sentence.
         documents: Official names of its pages.
-        repositories: The vendor's public repositories whose source is cited for it.
+        repositories: The vendor's public repositories whose source is cited.
         params: All parameters in the order of the C signature of GetWorkspaceSize.
-        products: Products that have the operator; values say where that is known from.
-        constraints: Documented preconditions in the order in which they are reported inside a class.
-        not_expressible: Documented rows no call of ours can break.
+        products: Products that have the operator, with the source of that fact.
+        constraints: Documented preconditions in reporting order within a code.
+        not_expressible: Documented rows that no call through this service can violate.
         output_metas: Metas of all outputs of a legal call, whatever its mask says.
-        accepts_unchecked: Calls that succeed before anything else is checked.
-        reads: Operands whose values the formula of each output reads in the modes of a legal call, whatever
-            its mask says; `reaches` turns it round.
+        accepts_unchecked: Whether a call succeeds before anything is checked.
+        reads: For each output, operands whose values its formula reads in the modes of a legal call, whatever
+            the mask; `reaches` is the inverse.
         reference: The float64 implementation; coordinates follow the first of `references_by_rule`.
-        build: Makes a legal call: keywords `dtype`, `product` and the operator's own sizes.
+        build: Builds a legal call from keywords `dtype`, `product` and the operator's sizes.
         samples: Small legal calls for a product.
-        workloads: Named sizes, those of models among them, and what else calls are made of.
+        workloads: Named sizes, including those of real models, and other parameters of calls.
         make_inputs: Plausible operand data for a call, from a random generator.
-        extra_tolerance: Absolute tolerance of an output beyond the common formula, from the data.
+        extra_tolerance: Additional absolute tolerance of an output, computed from the data.
         determinism_check: Looks at a legal call and the release of the NPU's CANN (None: unknown); why an NPU
             cannot honour the deterministic option for it, as operand, found and expected, or None.
         min_cann: Oldest CANN release with the operator.
         data_check: Looks at untrusted operand values before an NPU launch; a complaint or None.
-        binding: torch_npu's own binding of the operator; None where no version has one.
-        references_by_rule: The same under each named rule by which kernels turn coordinates into pixels, that
-            of the service first; empty where the operator has no coordinates.
+        binding: torch_npu's binding of the operator; None if no version has one.
+        references_by_rule: The reference under each coordinate rule, the service's own first; empty for
+            operators without coordinates.
         sampled: The points of a call by its operands and attributes, where the results jump at the edges of
             pixels; None where they do not.
         checked_operands: Operands whose values `data_check` reads; of others it may use only the shape.

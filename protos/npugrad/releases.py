@@ -1,4 +1,4 @@
-"""Releases of CANN, in order: what a page or a source says of an operator holds for some of them."""
+"""CANN releases and their order, because documents and sources apply to some of them only."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _STAGE = re.compile(rf"({'|'.join(_STAGES)})\.?({_NUMBER})?", re.IGNORECASE | re
 
 @dataclass(frozen=True, order=True)
 class CannRelease:
-    """One release of CANN; they compare in the order in which they came out.
+    """A CANN release; releases compare in the order in which they came out.
 
     Example:
         >>> CannRelease.parse("8.3.RC1") < CannRelease.parse("8.5.0.alpha002") < CannRelease.parse("8.5.0")
@@ -47,7 +47,7 @@ class CannRelease:
         """Reads a release such as ``"8.5.0"``, ``"8.3.RC1"``, ``"9.2.0-beta.1"`` or ``"9.1.0.alpha001"``.
 
         Raises:
-            ValueError: It is none.
+            ValueError: It is not a release.
         """
         match = _FORM.fullmatch(text.strip())
         if match is None:

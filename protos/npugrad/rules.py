@@ -1,6 +1,6 @@
-"""Factories of checks and of whole constraints that several operators share.
+"""Factories for checks and constraints that several operators share.
 
-A check is pure and returns None when it holds, else what it found and what it expected.
+A check is a pure function that returns None if it holds, else what it found and expected.
 """
 
 from __future__ import annotations
@@ -66,13 +66,13 @@ class Citations:
 
 
 def listed(items: Iterable[object]) -> str:
-    """A list for a person: ``a, b or c``."""
+    """Formats a list as ``a, b or c``."""
     words = [str(item) for item in items]
     return words[0] if len(words) == 1 else ", ".join(words[:-1]) + " or " + words[-1]
 
 
 def shape_text(shape: Iterable[int]) -> str:
-    """A shape for a person: ``[2, 3]``."""
+    """Formats a shape as ``[2, 3]``."""
     return "[" + ", ".join(map(str, shape)) + "]"
 
 

@@ -1,4 +1,4 @@
-"""How far a result may be from the float64 reference: one formula for all operators.
+"""Tolerance of results against the float64 reference: one formula for all operators.
 
 With golden values g, T = 2^-13 (float32), 2^-10 (float16), 2^-7 (bfloat16) or 2^-40 (float64), and an
 absolute allowance `extra` that an operator's record may add for terms that cancel, a result is right when
@@ -50,7 +50,7 @@ _ELEMENT_BYTES = 80
 
 @dataclass(frozen=True)
 class Comparison:
-    """What a comparison of one tensor found.
+    """Result of comparing one tensor.
 
     Attributes:
         ok: Whether the result is within the tolerance.
@@ -76,7 +76,7 @@ class Comparison:
     first_mismatch: tuple[int, ...] | None
 
     def __str__(self) -> str:
-        """One line for a person; no value of either tensor."""
+        """One-line description, without tensor values."""
         verdict = "within" if self.ok else "outside"
         text = (
             f"{verdict} tolerance: max relative error {self.max_relative_error:.2e}, "

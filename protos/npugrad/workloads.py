@@ -1,4 +1,4 @@
-"""What a record says of the calls that are made of it: who makes which, and what they may vary."""
+"""Calls that tests, demos and measurements make of an operator, as its record describes them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     Sizes = Mapping[str, Any]
 
 BENCH_SIZES = ("small", "medium", "large")
-"""Workloads that every operator has, for measurements; ``"tiny"`` is one more, its smallest useful call."""
+"""Workloads that every operator has, besides ``"tiny"``, its smallest useful call."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,13 +25,13 @@ class Workload:
     """One size of an operator.
 
     Attributes:
-        name: Such as ``"decoder"``; scenarios and ``npugrad bench --size`` choose by it.
+        name: Name such as ``"decoder"``, used in scenarios and ``npugrad bench --size``.
         sizes: Keywords of the record's `build`, without type and product.
-        model: What makes calls of this size; empty for a size that was made up.
+        model: Model that makes calls of this size; empty for an artificial size.
         simulated: The same kind of call for a simulated device, whose kernels are plain loops; None where no
             acceptance makes the call.
-        reduced: What a demonstration takes instead where it has less time; None where it never does.
-        shown: Whether a demonstration makes the call.
+        reduced: Smaller size for a demo with less time; None if there is none.
+        shown: Whether the demo makes the call.
         raced: Types in which the CPU kernels are measured with it, against others that compute the same.
         pattern: How sampling points lie there: ``"turned"`` for those of a turned image; else as in samples.
     """
@@ -48,13 +48,13 @@ class Workload:
 
 @dataclass(frozen=True)
 class Filled:
-    """One call with its data, and what is known of its results.
+    """One call with its data and its known results.
 
     Attributes:
         operands: By name, None for null.
         attrs: By name.
         expected: Results by output name, printed by the page's example program or derived from it by hand;
-            empty where nothing is known.
+            empty if unknown.
         expected_atol: Absolute tolerance of `expected`.
     """
 
@@ -81,7 +81,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Probe:
-    """A call whose results one can work out by hand, and that a likely mistake would change.
+    """A call whose results can be computed by hand and would reveal a likely mistake.
 
     Attributes:
         name: What it tells.

@@ -1,4 +1,4 @@
-"""`npugrad bench`: options in, a scenario out; then run, judge, report, and say it with the exit status."""
+"""`npugrad bench`: builds a scenario from options, runs and judges it, reports, sets the exit status."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which servers a command talks to, and how: the options of all of them, and the client that they make."""
+"""Connection options of all commands, and the client built from them."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def servers_of(targets: Sequence[str], how: Tls | None) -> Servers:
 
     Raises:
         FileError: A file of `how` cannot be read.
-        ValueError: There is no address, one is a URL, or a file is no PEM.
+        ValueError: There is no address, one is a URL, or a file is not PEM.
     """
     found = [complete_target(address) for address in addresses(targets) if address]
     if not found:

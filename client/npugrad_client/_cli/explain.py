@@ -1,4 +1,4 @@
-"""`npugrad explain`: what the documents say, about a code, an operator or one constraint."""
+"""`npugrad explain`: what the documents say about a code, an operator or a constraint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers for scripts: what `--json` prints. Keys are only added; names are those of the Python classes."""
+"""Output of `--json`. Names are those of the Python classes; keys are only ever added."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers for people: servers, operators, verdicts and results."""
+"""Human-readable output: servers, operators, verdicts and results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every command shares: the consoles, common options, and errors as one line and a status."""
+"""Shared by all commands: consoles, common options, and errors as one line and an exit status."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The load test: what is sent, what came of it, and what that tells."""
+"""Load test: scenarios, runs and reports."""

@@ -1,4 +1,4 @@
-"""Searches the highest rate at which a server keeps its objectives: bracket, halve, confirm."""
+"""Searches the highest rate at which a server meets its objectives: bracket, bisect, confirm."""
 
 from __future__ import annotations
 

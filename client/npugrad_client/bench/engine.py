@@ -1,4 +1,4 @@
-"""Sends the calls of one worker: by a schedule whatever the answers do, or one after the other.
+"""Sends the calls of one worker: open loop by a schedule, or closed loop one after the other.
 
 In an open loop a call's latency counts from when it was meant to start, so that a server which stalls does
 not hide the calls that would have been made meanwhile.

@@ -1,4 +1,4 @@
-"""What keeps a run from being a measurement of the server: it keeps no objective and is not compared."""
+"""Flaws that invalidate a run: it then meets no objective and is not compared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The signals that end a load test: the first in order, so that everything is written; a second at once."""
+"""Signals that end a load test: the first ends it in order and writes everything, a second at once."""
 
 from __future__ import annotations
 

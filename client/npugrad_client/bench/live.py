@@ -1,4 +1,4 @@
-"""The live view: what the last seconds were like, while a run goes on."""
+"""Live view of the last seconds of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls a second over time, for a chart.
+"""Calls per second over time, for a chart.
 
 A window may hold a call or none, so that counts by windows jump up and down where the load is even: they are
 joined until each holds some calls. What was intended is not counted at all, but taken from the load.

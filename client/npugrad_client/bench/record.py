@@ -1,4 +1,4 @@
-"""What was measured: one record in each worker, merged into one for the run, and kept as JSON."""
+"""Measurements: one record per worker, merged into one per run, stored as JSON."""
 
 from __future__ import annotations
 

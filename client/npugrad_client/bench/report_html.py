@@ -1,4 +1,4 @@
-"""The report of a run as one HTML page: no script, no font and no picture comes from anywhere else."""
+"""Report of a run as a self-contained HTML page: no external scripts, fonts or pictures."""
 
 from __future__ import annotations
 

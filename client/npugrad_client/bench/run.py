@@ -1,4 +1,4 @@
-"""Runs a scenario: starts the workers, lets them begin together, follows them, merges what they measured."""
+"""Runs a scenario: starts the workers together, follows them, merges their measurements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a measurement sends, when, and for how long: frozen records that check themselves."""
+"""Scenarios: what a measurement sends, when and for how long, as frozen, validated records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When calls are meant to start: one schedule for a whole run, of which every worker sends its part.
+"""Intended start times of calls: one schedule per run, of which each worker sends its part.
 
 A load that changes over time is unit-rate arrivals (0, 1, 2, ... or a Poisson process) seen through the
 inverse of the expected number of calls so far. Every worker makes the same schedule from the same seed and

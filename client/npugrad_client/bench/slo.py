@@ -1,4 +1,4 @@
-"""Service level objectives: what was promised, held against what was measured."""
+"""Service level objectives, checked against measurements."""
 
 from __future__ import annotations
 

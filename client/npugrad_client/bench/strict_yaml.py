@@ -1,4 +1,4 @@
-"""YAML without its traps: no key twice, no small file that means a large one, nothing that holds itself."""
+"""Strict YAML: no duplicate keys, no alias bombs, no recursive values."""
 
 from __future__ import annotations
 

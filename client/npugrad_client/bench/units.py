@@ -1,4 +1,4 @@
-"""Durations, shares and rates as people write them, and back."""
+"""Parses and formats durations, shares and rates."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def parse_duration(value: object) -> float:
     A number alone is refused, 0 as well: one reader takes it for seconds, another for milliseconds.
 
     Raises:
-        ValueError: It is no duration.
+        ValueError: It is not a duration.
     """
     text = value.strip() if isinstance(value, str) else "" if isinstance(value, bool) else str(value)
     match = _DURATION.fullmatch(text) if isinstance(value, str) else None
@@ -34,7 +34,7 @@ def parse_share(value: str) -> float:
     """A share from 0 to 1: ``"0.1%"`` or ``"0.001"``.
 
     Raises:
-        ValueError: It is no share, or above 1.
+        ValueError: It is not a share, or above 1.
     """
     match = _SHARE.fullmatch(value.strip())
     share = math.nan if match is None else float(match["number"]) / (100 if match["percent"] else 1)
@@ -47,7 +47,7 @@ def parse_rate(value: str) -> float:
     """Calls per second: ``"95/s"`` or ``"95"``.
 
     Raises:
-        ValueError: It is no rate above 0.
+        ValueError: It is not a rate above 0.
     """
     match = _RATE.fullmatch(value.strip())
     if match is None or float(match["number"]) <= 0:

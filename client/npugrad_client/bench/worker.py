@@ -1,4 +1,4 @@
-"""A worker process: its own event loop and client, told by its parent when to start and when to stop."""
+"""Worker process with its own event loop and client, started and stopped by its parent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The main job, end to end: start the service, run every operator on real input, check, report, stop."""
+"""End-to-end demo: starts a server, runs every operator on real input, checks, reports, stops."""
 
 from __future__ import annotations
 

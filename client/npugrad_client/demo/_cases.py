@@ -1,4 +1,4 @@
-"""What the demo calls: the official example programs' inputs and realistic shapes of each operator."""
+"""Calls of the demo: inputs of the official example programs and realistic shapes of each operator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs the demo's calls and shows how they went, in a table that a newcomer understands."""
+"""Runs the demo's calls and shows the results in a table."""
 
 from __future__ import annotations
 

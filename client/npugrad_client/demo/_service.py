@@ -1,4 +1,4 @@
-"""Starts the service for the demo on a loopback port of its own and ends it again."""
+"""Starts a server for the demo on a free loopback port, and stops it."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class Service:
     def require(
         self, operator: str, operands: Mapping[str, Array | None], attrs: Mapping[str, Any], **known: Any
     ) -> None:
-        """Refuses a forward pass when it is traced: what no policy, or not this one, can do.
+        """Rejects a forward pass at trace time that the policies cannot handle.
 
         Args:
             operator: Name of the operator of its gradient.
@@ -65,9 +65,9 @@ class Service:
             known: Operands of our own formula that the documents do not have.
 
         Raises:
-            OperatorError: The documents refuse the call.
-            MalformedRequest: An attribute is none that the operator has.
-            TypeError: The service knows nothing like the type of an operand.
+            OperatorError: The documents do not allow the call.
+            MalformedRequest: The operator has no such attribute.
+            TypeError: An operand has an unsupported dtype.
         """
         given = metas(operator, operands)
         if (self.policies or STRICT).on_refused != "raise" and fits(
@@ -182,7 +182,7 @@ class _Call:
         return metas(self.operator, self.inputs)
 
     def require_legal(self) -> None:
-        """Refuses what no product takes."""
+        """Rejects calls that no product accepts."""
         given = self.metas()
         require_legal(self.operator, as_sent(given) if self.is_mixed else given, self.attrs)
 

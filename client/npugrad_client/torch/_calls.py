@@ -1,4 +1,4 @@
-"""What the functions of this package share: types and shapes for the validator."""
+"""Helpers of this package's functions: dtypes and shapes for the validator."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def require_tensors(operator: str, operands: Mapping[str, Tensor | None]) -> None:
-    """Refuses what the service would read and PyTorch would not, such as an array of NumPy.
+    """Rejects operands that are not tensors, such as NumPy arrays, which the service would accept.
 
     Raises:
         TypeError: An operand is neither a tensor nor None.
@@ -35,10 +35,10 @@ def cast_given(operands: tuple[Tensor, ...], dtype: torch.dtype) -> tuple[Tensor
 
 
 def metas(operator: str, inputs: Mapping[str, Tensor | None]) -> dict[str, TensorMeta | None]:
-    """Type and shape of each tensor; of its data nothing is touched.
+    """Dtype and shape of each tensor, without touching its data.
 
     Raises:
-        TypeError: The service knows nothing like it.
+        TypeError: A dtype is unsupported.
     """
     return {
         name: None if tensor is None else _meta(operator, name, tensor) for name, tensor in inputs.items()

@@ -160,13 +160,13 @@ def request_of(*operands: Tensor) -> AutogradCall:
 
 
 def require(on_refused: str, *operands: Tensor) -> None:
-    """Refuses five operands before anything is computed: what no policy, or not this one, can do.
+    """Rejects, before anything is computed, operands that the policies cannot handle.
 
     Raises:
         NullOperand: 161001. An operand is None.
-        InvalidOperand: 161002. One breaks a documented rule, and `on_refused` is ``"raise"``, or they do not
-            fit together.
-        TypeError: One is no dense CPU tensor.
+        InvalidOperand: 161002. The operands are inconsistent, or one violates a documented rule and
+            `on_refused` is ``"raise"``.
+        TypeError: An operand is not a dense CPU tensor.
     """
     given = dict(zip(_NAMES, operands, strict=True))
     require_tensors(OPERATOR, given)

@@ -39,7 +39,7 @@ def get_operator(name: str, records: Mapping[str, OpRecord] = OPERATORS) -> OpRe
         records: The operators by name.
 
     Raises:
-        UnsupportedOperator: There is no operator of this name; the message lists all.
+        UnsupportedOperator: Unknown operator; the message lists all names.
     """
     if name in records:
         return records[name]
