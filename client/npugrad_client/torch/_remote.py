@@ -48,8 +48,9 @@ class Remote(ContextDecorator):
         self._engine = PolicyEngine(client, options, policies)
         self._fuser = Fuser(self._engine, is_on=fused)
         self._entered = _Entered()
-        self.seen: set[str] | None = set()
-        """Nodes of autograd that ran inside; None once one of them is known, as nobody asks then."""
+        self.seen: dict[Any, str] | None = {}
+        """Nodes of autograd that ran inside, one for each elementary operator, as asking for a node takes
+        microseconds; None once one of them is known, as nobody asks then."""
 
     def __enter__(self) -> Remote:
         """Starts intercepting the backward operators of this thread."""
@@ -77,7 +78,10 @@ class Remote(ContextDecorator):
     def summary(self) -> Summary:
         """Returns counts of what ran where, over all threads; print it for a table."""
         summary, seen = self._policies.summary(), self.seen
-        return summary if seen is None else dataclasses.replace(summary, seen=tuple(sorted(seen)))
+        if seen is None:
+            return summary
+        nodes = {name for name in [*seen.values()] if "AccumulateGrad" not in name}
+        return dataclasses.replace(summary, seen=tuple(sorted(nodes)))
 
     def __repr__(self) -> str:
         """The client, the policies in short, and how many calls were sent."""
@@ -222,8 +226,8 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._owner.seen = None
             return self._owner._run(func, args, kwargs or {})
         seen = self._owner.seen
-        if seen is not None and (node := _current_node()) is not None:
-            seen.add(node.name())
+        if seen is not None and func not in seen and (node := _current_node()) is not None:
+            seen[func] = node.name()
         return func(*args, **kwargs) if kwargs else func(*args)
 
 
