@@ -399,7 +399,7 @@ new-operator: $(STAMP) ## Begin another operator from the vendor's page: PAGE=ac
 	$(MAKE) gen
 
 wheels: $(STAMP) $(STAMP_ZIG) ## What a release ships, under dist: wheels for x86-64 and aarch64, built by Zig, and sources
-	ZIG='$(VENV_ZIG)/bin/python -m ziglang' $(BIN)/python -m tests.project.release $(ARGS)
+	ZIG='$(abspath $(VENV_ZIG))/bin/python -m ziglang' $(BIN)/python -m tests.project.release $(ARGS)
 .PHONY: wheels
 
 baseline: $(STAMP) ## Accept the present protos as what later ones must stay compatible with

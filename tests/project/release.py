@@ -23,6 +23,8 @@ from tests.project.distributions import CLIENT, PARTS, ROOT, SERVER, Environment
 from tests.server.kernels import arm
 
 DIST = ROOT / "dist"
+WORK = ROOT / "build" / "release"
+"""Where compiled kernels stay, so that a second run compiles what changed only."""
 MACHINES = ("x86_64", "aarch64")
 LIBRARIES = "npugrad_server/backends/cpu/lib/"
 # What every kernel has to do: a minute of emulation. `make test-kernels-arm` has all of the tests.
@@ -32,30 +34,33 @@ EMULATED = ("-k", "test_every_kernel")
 def main() -> int:
     """Builds and checks; 0 when all is well."""
     shutil.rmtree(DIST, ignore_errors=True)
+    build(PARTS[CLIENT], DIST, "sdist", "wheel")
+    build(PARTS[SERVER], DIST, "sdist")
+    source = unpacked()
+    for machine in MACHINES:
+        start = time.monotonic()
+        wheel = build_wheel(source, machine)
+        print(f"release: {wheel.name}: {audited(wheel)}, {time.monotonic() - start:.0f} s", flush=True)
+    print(f"release: {indexable(DIST)} files, none of which an index would refuse")
     with tempfile.TemporaryDirectory() as folder:
-        scratch = Path(folder)
-        build(PARTS[CLIENT], DIST, "sdist", "wheel")
-        build(PARTS[SERVER], DIST, "sdist")
-        source = unpacked(scratch)
-        for machine in MACHINES:
-            start = time.monotonic()
-            wheel = build_wheel(source, machine)
-            print(f"release: {wheel.name}: {audited(wheel)}, {time.monotonic() - start:.0f} s", flush=True)
-        print(f"release: {indexable(DIST)} files, none of which an index would refuse")
         if platform.machine() in MACHINES:
-            print(f"release: {checked(scratch / 'fresh')}", flush=True)
+            print(f"release: {checked(Path(folder) / 'fresh')}", flush=True)
         if platform.machine() == "aarch64":
             return 0
         with zipfile.ZipFile(next(DIST.glob("*_aarch64.whl"))) as opened:
-            opened.extractall(scratch, [name for name in opened.namelist() if name.startswith(LIBRARIES)])
-        return arm.main([*EMULATED], scratch / LIBRARIES)
+            opened.extractall(folder, [name for name in opened.namelist() if name.startswith(LIBRARIES)])
+        return arm.main([*EMULATED], Path(folder) / LIBRARIES)
 
 
-def unpacked(folder: Path) -> Path:
+def unpacked() -> Path:
     """The source distribution of the server, unpacked: what is built from it needs nothing else."""
-    with tarfile.open(next(DIST.glob("npugrad_server-*.tar.gz"))) as archive:
-        archive.extractall(folder, filter="data")
-    return next(folder.glob("npugrad_server-*"))
+    path = next(DIST.glob("npugrad_server-*.tar.gz"))
+    source = WORK / path.name.removesuffix(".tar.gz")
+    for old in source.glob("[!b]*"):  # all but the folder `build`
+        shutil.rmtree(old) if old.is_dir() else old.unlink()
+    with tarfile.open(path) as archive:
+        archive.extractall(WORK, filter="data")
+    return source
 
 
 def build_wheel(source: Path, machine: str) -> Path:
