@@ -173,9 +173,8 @@ class ExecutionInfo:
         counts = {"attempts": self.attempts, "tries": self.tries}
         parts += [f"{name} {count}" for name, count in counts.items() if count > 1]
         if self.verified:
-            parts.append(f"{len(self.verified)} outputs verified")
-        if self.verification:
-            parts.append(f"verification {shortened(self.verification, 60)!r}")
+            note = ", see .verification" if self.verification else ""
+            parts.append(f"{len(self.verified)} outputs verified{note}")
         if self.request_id:
             parts.append(f"request {shortened(self.request_id, 40)}")
         return in_lines("ExecutionInfo", parts)

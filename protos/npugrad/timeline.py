@@ -36,6 +36,8 @@ _NUMBERS = {name: number for number, name in enumerate(SERVER_STAGES, 1)}
 _MAX_STAGES = 64
 """More than there are, with some attempts."""
 _BAR = 40
+_MOST_SHOWN = 9
+"""Stages in the `repr`, the longest ones."""
 
 
 class Interval(NamedTuple):
@@ -135,8 +137,10 @@ class Timeline:
     def __repr__(self) -> str:
         """Such as ``Timeline(group_norm_backward: 10.0 ms; run 5.5, pack 2.0, transport 2.5)``."""
         longest = sorted(self.by_stage.items(), key=lambda each: -each[1])
-        parts = [*longest, ("transport", self.transport_s)]
+        parts = [*longest[:_MOST_SHOWN], ("transport", self.transport_s)]
         first, *named = (f"{name} {seconds * 1e3:.1f}" for name, seconds in parts)
+        if len(longest) > _MOST_SHOWN:
+            named.append(f"{len(longest) - _MOST_SHOWN} more in .by_stage")
         return in_lines("Timeline", [f"{self.operator}: {self.wall_s * 1e3:.1f} ms; {first}", *named])
 
     def _repr_html_(self) -> str:
