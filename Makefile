@@ -337,9 +337,10 @@ check: format lint types imports check-protos check-gen check-floor check-wheels
 format: $(STAMP)
 	$(BIN)/ruff format --check $(LIBRARY) tests
 
-lint: $(STAMP) ## Style, limits and spelling
+lint: $(STAMP) ## Style, limits, the words of the glossary, spelling
 	$(BIN)/ruff check $(LIBRARY) tests
 	$(BIN)/python $(TOOLS)/limits.py
+	$(BIN)/python $(TOOLS)/words.py
 	$(BIN)/codespell
 .PHONY: format lint
 

@@ -1,4 +1,4 @@
-"""Whether two runs differ: intervals from a block bootstrap over time windows, and a margin of no interest.
+"""Whether two runs differ: intervals from a block bootstrap over time windows, and a margin to ignore.
 
 Latencies of neighbouring calls depend on each other, so single calls must not be drawn again one by one:
 blocks of neighbouring windows are. What is drawn from within a run cannot show how much whole runs of the
@@ -98,7 +98,7 @@ class RunComparison:
 
     Attributes:
         differences: Figure by figure.
-        margin: What is of no interest.
+        margin: Relative change that is ignored.
         confidence: That of the intervals which decide, all together.
         flaws: What takes from the worth of the runs, in sentences; only where that is allowed.
     """
@@ -152,7 +152,7 @@ def compare(
     Args:
         a: The first run, such as that of the last release.
         b: The second.
-        margin: Relative change that is of no interest; of errors, `ERROR_MARGIN` is.
+        margin: Relative change to ignore; for errors it is `ERROR_MARGIN`.
         confidence: Of the intervals that decide, all together.
         allow_flawed: Whether runs are compared that were interrupted, died or measured the client.
 

@@ -1,8 +1,8 @@
-"""Asks workers again and again whether they still listen; one that does not is hung, whatever it runs.
+"""Pings workers at intervals; one that stops responding is hung, whatever it runs.
 
-A worker's listening thread answers while its streams run operators, so silence means that the process was
-stopped, or is stuck with the interpreter's lock. Silence is counted in questions and not in seconds: when
-the whole server stood still, on a suspended machine or under a debugger, its workers did as well.
+A worker's listening thread responds while its streams run operators, so silence means that the process was
+stopped, or is stuck holding the interpreter's lock. Silence is counted in pings, not in seconds: while the
+whole server stands still, on a suspended machine or under a debugger, its workers do as well.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
     from npugrad_server.pool.process import WorkerProcess
 
-QUESTIONS = 6
-"""Questions in a row without a word before a worker counts as hung."""
+MISSED_PINGS = 6
+"""Consecutive unanswered pings after which a worker counts as hung."""
 
 
 class Heartbeat:
@@ -31,7 +31,7 @@ class Heartbeat:
             timeout_s: Seconds of silence after which a worker counts as hung.
             on_silence: Called once with a worker that does; it is not watched any more.
         """
-        self._pause_s = timeout_s / QUESTIONS
+        self._pause_s = timeout_s / MISSED_PINGS
         self._on_silence = on_silence
         self._unanswered: dict[WorkerProcess, int] = {}
         self._timer: asyncio.TimerHandle | None = None
@@ -63,7 +63,7 @@ class Heartbeat:
     def _ask(self) -> None:
         # The loop hands out what workers have said before it comes here, however late that is.
         for process, count in list(self._unanswered.items()):
-            if count == QUESTIONS:
+            if count == MISSED_PINGS:
                 self.forget(process)
                 self._on_silence(process)
             else:
