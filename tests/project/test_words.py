@@ -64,8 +64,8 @@ def test_the_command_fails_with_a_line_for_each(checkout: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "expected"),
     [
-        ("docs/guides/a.md", "# A\n\nThe Ledger is\nof no\ninterest.\n", [f"3: {LEDGER}", f"4: {PHRASE}"]),
-        ("docs/guides/a.md", "# A\n\n```\nledger\n```\n`ledger` [b](ledger.md) ledgers entry\n", []),
+        ("docs/security.md", "# A\n\nThe Ledger is\nof no\ninterest.\n", [f"3: {LEDGER}", f"4: {PHRASE}"]),
+        ("docs/security.md", "# A\n\n```\nledger\n```\n`ledger` [b](ledger.md) ledgers entry\n", []),
         ("client/npugrad_client/a.py", '"""Ledger."""\n', [f"1: {LEDGER}"]),
         (
             "client/npugrad_client/a.py",
