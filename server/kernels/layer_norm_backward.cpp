@@ -139,7 +139,11 @@ NPUGRAD_INLINE void grad_input_of_line(
   };
   // What bypasses the cache goes to whole lines.
   int64_t i = Stream ? std::min(line_start(out), count) : 0;
-  for (int64_t j = 0; j < i; j += kWidth) part(j, std::min<int64_t>(kWidth, i - j));
+  int64_t head = 0;  // a part is less than a vector
+  for (; head + kWidth <= i; head += kWidth) {
+    store(out + head, compute(load(grad + head), load(input + head), load(weight + head)));
+  }
+  if (head < i) part(head, i - head);
   const auto whole = [&](int64_t i) __attribute__((always_inline)) {
     const Floats found = compute(load(grad + i), load(input + i), load(weight + i));
     if constexpr (Stream) {

@@ -41,6 +41,21 @@ def test_types_may_be_mixed(kernels: Kernels, dtype: DType, is_mixed: bool, with
     )
 
 
+@pytest.mark.parametrize("offset_bytes", [0, 4, 16, 28, 32, 48, 60])
+def test_large_results_are_whole_wherever_they_begin(kernels: Kernels, offset_bytes: int) -> None:
+    """From 16 MiB they bypass the cache in whole lines; before the first may be more than a vector."""
+    call = RECORD.build(leading=(5500,), normalized=(768,))
+    inputs = RECORD.make_inputs(call, np.random.default_rng(4))
+    expected = computed(kernels, RECORD, call, inputs)
+    name = RECORD.outputs[0].name
+    size = expected[name].nbytes
+    memory = np.full(size + 128, 0xA5, np.uint8)
+    begin = -memory.ctypes.data % 64 + offset_bytes
+    results = {**expected, name: memory[begin : begin + size].view(np.float32).reshape(5500, 768)}
+    kernels.run(RECORD, inputs, call.attrs, results)
+    assert_right(RECORD, call, inputs, results)
+
+
 def _check(kernels: Kernels, **sizes: Any) -> None:
     call = RECORD.build(**sizes)
     inputs = RECORD.make_inputs(call, np.random.default_rng(4))
