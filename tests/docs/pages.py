@@ -64,6 +64,18 @@ def commands_of(page: str) -> list[str]:
     return [line for line in lines if line.partition(" ")[0] in _NAMES]
 
 
+def unclosed_lines(path: Path) -> list[int]:
+    """The numbers of lines that open a block of code which nothing closes, so that it swallows the page."""
+    text = path.read_text("utf-8")
+    lines = text.splitlines()
+    fences = [token for token in _MARKDOWN.parse(text) if token.type == "fence"]
+    return [
+        token.map[0] + 1
+        for token in fences
+        if token.map and not lines[token.map[1] - 1].strip().startswith(token.markup)
+    ]
+
+
 def anchors(path: Path) -> set[str]:
     """The anchors of a page's headings."""
     tokens = _MARKDOWN.parse(path.read_text("utf-8"))

@@ -6,7 +6,7 @@ import subprocess
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.docs.pages import ROOT, anchors, links
+from tests.docs.pages import ROOT, anchors, links, unclosed_lines
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -26,6 +26,11 @@ def test_links_lead_to_files_and_headings(path: Path) -> None:
         if not file.exists() or (anchor and anchor not in anchors(file)):
             broken.append(link)
     assert broken == []
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_blocks_of_code_end(path: Path) -> None:
+    assert unclosed_lines(path) == []
 
 
 def test_pages_of_the_site_link_to_no_file_outside_of_it() -> None:
