@@ -134,7 +134,8 @@ NPUGRAD_INLINE void grad_input_of_line(
     zero += found * 0.0f;
     return found;
   };
-  const auto part = [&](int64_t i, int64_t n) {
+  // Always inline: where one call is not, Clang reads what `compute` captures from memory for each vector.
+  const auto part = [&](int64_t i, int64_t n) __attribute__((always_inline)) {
     store_part(out + i, compute(load_part(grad + i, n), load_part(input + i, n), load_part(weight + i, n)), n);
   };
   // What bypasses the cache goes to whole lines.
