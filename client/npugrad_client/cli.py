@@ -310,7 +310,11 @@ def demo(
     The TLS options apply to servers that --target names; a service that is started here is never encrypted,
     whatever the environment says.
     """
-    from npugrad_client.demo import ServiceMissing, run_demo  # here, because no other command needs it
+    from npugrad_client.demo import (
+        ServiceFailed,
+        ServiceMissing,
+        run_demo,
+    )  # here, because no other command needs it
 
     with reporting():
         if not target:
@@ -319,6 +323,8 @@ def demo(
                 raise typer.Exit(run_demo(None, folder, quick))
             except ServiceMissing as error:
                 fail(f"npugrad demo: {error}, or name a running one with --target")
+            except ServiceFailed as error:
+                fail(f"npugrad demo: {error}")
         how = tls(encrypted, tls_ca, tls_certificate, tls_key)
         connect(target, None, how).close()  # what is wrong with an address or a file is reported first
         raise typer.Exit(run_demo(addresses(target), folder, quick, how))

@@ -30,9 +30,14 @@ class KernelsBuildHook(BuildHookInterface):  # type: ignore[type-arg, misc, unus
         """Builds the libraries and makes the wheel one of their platform, for any Python 3."""
         build = _build_module(Path(self.root) / "kernels" / "build.py")
         wanted = os.environ.get(build.SETTING, "").strip()
+        platform = os.environ.get(_PLATFORM, "").strip()
+        if platform and (wanted == "0" or version == "editable"):
+            raise build.BuildError(
+                f"found {_PLATFORM} with {build.SETTING}=0 or an editable install; "
+                "expected a wheel with kernels"
+            )
         if wanted == "0" or self.target_name != "wheel":
             return
-        platform = os.environ.get(_PLATFORM, "").strip()
         try:
             made = self._build(build, platform)
         except build.BuildError as error:

@@ -195,6 +195,36 @@ def test_wheels_build_from_the_context_alone(project: dict[str, Any], tmp_path: 
     assert sorted(libraries) == sorted(f"libnpugrad_kernels_{name}.so" for name in VARIANTS[machine()])
 
 
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({}, ""),
+        ({"NPUGRAD_WHEEL_PLATFORM": "linux_aarch64"}, "expected one such as manylinux_2_28_x86_64"),
+        ({"NPUGRAD_BUILD_KERNELS": "0"}, "expected a wheel with kernels"),
+    ],
+    ids=["right", "no-manylinux", "no-kernels"],
+)
+def test_wheels_can_be_for_another_machine(settings: dict[str, str], told: str, tmp_path: Path) -> None:
+    source = tmp_path / "server"
+    _copy(ROOT / "server", source)
+    compiler = tmp_path / "c++"
+    compiler.write_text(FAST_COMPILER)
+    compiler.chmod(0o755)
+    wanted = {"NPUGRAD_WHEEL_PLATFORM": "manylinux_2_28_aarch64", "CXX": str(compiler), **settings}
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+    environment = {name: value for name, value in os.environ.items() if name != "NPUGRAD_BUILD_KERNELS"}
+    made = subprocess.run(
+        command, cwd=source, env=environment | wanted, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (made.returncode != 0, told in made.stderr) == (bool(told), True), made.stderr
+    assert len([*tmp_path.glob("npugrad_server-*-py3-none-manylinux_2_28_aarch64.whl")]) == (not told)
+    for path in tmp_path.glob("*.whl"):
+        with zipfile.ZipFile(path) as wheel:
+            libraries = [name for name in wheel.namelist() if name.startswith(LIBRARIES)]
+        assert libraries == [f"{LIBRARIES}libnpugrad_kernels_neon.so"]
+    assert not [*(source / LIBRARIES).glob("*.so")]
+
+
 def _copy(source: Path, target: Path) -> None:
     """Copy a file or a folder without compiled Python."""
     target.parent.mkdir(parents=True, exist_ok=True)

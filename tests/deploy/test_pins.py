@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from importlib.metadata import requires
 from pathlib import Path
@@ -13,6 +12,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
+
+from npugrad._tools.floors import requirements
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -36,9 +37,7 @@ def project() -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def asked() -> list[str]:
     """Return what contract, client and server need, none of them included."""
-    command = [sys.executable, "protos/npugrad/_tools/floors.py", "--server"]
-    told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30, check=True)
-    return told.stdout.splitlines()
+    return [str(each) for each in requirements()]
 
 
 def test_what_installs_is_recent_enough_to_install_into_another_environment_and_stays_behind() -> None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from tests.fix_server import ServerProcess
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,7 +25,6 @@ ROOT = Path(__file__).resolve().parents[2]
 CLIENT, SERVER = "npugrad", "npugrad-server"
 PARTS = {CLIENT: ROOT, SERVER: ROOT / "server"}
 """The folder of each distribution's pyproject.toml."""
-START_TIMEOUT_S = 60.0
 
 
 def build(source: Path, dist: Path, *targets: str, **environment: str) -> None:
@@ -124,29 +124,25 @@ class Environment:
         return self.run("python", *arguments)
 
     @contextmanager
-    def serving(self, folder: Path) -> Iterator[tuple[str, Path]]:
-        """Run the environment's server; yield its address and its log, in ``folder``."""
-        log, address = folder / "server.log", f"unix:{folder / 'socket'}"
+    def serving(self, folder: Path) -> Iterator[ServerProcess]:
+        """Run the environment's server, with its log in ``folder``."""
+        log = folder / "server.log"
         command = [
             str(self.folder / "bin" / "npugrad-server"),
-            "serve",
-            "--devices=cpu:0",
-            f"--listen={address}",
+            *("serve", "--devices=cpu:0", f"--listen=unix:{folder / 'socket'}"),
+            *("--metrics-listen=", "--prefault-bytes=0", "--log-format=json"),
         ]
-        command += ["--metrics-listen=", "--prefault-bytes=0", "--log-format=json"]
-        with (
-            log.open("w") as errors,
-            subprocess.Popen(
+        with log.open("w") as errors:
+            process = subprocess.Popen(
                 command, cwd=self.folder, env=_settings(), stdout=subprocess.PIPE, stderr=errors, text=True
-            ) as process,
-        ):
-            try:
-                assert process.stdout is not None
-                assert process.stdout.readline().startswith("listening on "), log.read_text()
-                yield address, log
-            finally:
-                process.terminate()
-                assert process.wait(START_TIMEOUT_S) == 0
+            )
+        running = ServerProcess(process, log)
+        try:
+            running.wait_ready()
+            yield running
+            running.stop()
+        finally:
+            running.kill()
 
 
 def _settings() -> dict[str, str]:

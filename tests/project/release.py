@@ -56,8 +56,9 @@ def unpacked() -> Path:
     """The source distribution of the server, unpacked: what is built from it needs nothing else."""
     path = next(DIST.glob("npugrad_server-*.tar.gz"))
     source = WORK / path.name.removesuffix(".tar.gz")
-    for old in source.glob("[!b]*"):  # all but the folder `build`
-        shutil.rmtree(old) if old.is_dir() else old.unlink()
+    for old in source.glob("*"):
+        if old.name != "build":
+            shutil.rmtree(old) if old.is_dir() else old.unlink()
     with tarfile.open(path) as archive:
         archive.extractall(WORK, filter="data")
     return source

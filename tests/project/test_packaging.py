@@ -223,24 +223,29 @@ def test_client_of_one_environment_calls_the_server_of_another(
     assert checked.returncode == 0, checked.stdout
     missing = "no compiled kernels: not built for"
     assert missing in checked.stdout
-    with server.serving(tmp_path) as (address, log):
-        answer = client.run("npugrad", "info", "--target", address)
+    with server.serving(tmp_path) as running:
+        answer = client.run("npugrad", "info", "--target", running.address)
         assert answer.returncode == 0, answer.stderr
         assert "cpu-reference" in answer.stdout
-        (warning,) = (line for line in log.read_text().splitlines() if missing in line)
-    assert '"level": "warning"' in warning
+        (warning,) = (line for line in running.log_lines() if missing in str(line))
+    assert warning["level"] == "warning"
 
 
 @pytest.mark.slow
-def test_server_beside_another_version_of_the_contract_says_so(server: Environment) -> None:
-    program = (
-        "import npugrad, sys; npugrad.__version__ = '9.9.9'; sys.argv[1:] = ['--version'];"
-        "from npugrad_server.__main__ import main; main()"
-    )
-    told = server.python("-c", program)
+def test_server_beside_another_version_of_the_contract_says_so(server: Environment, tmp_path: Path) -> None:
     version = npugrad.__version__
-    assert (told.returncode, told.stderr) == (
-        1,
+    (contract,) = server.folder.glob("lib/python*/site-packages/npugrad/__init__.py")
+    sources = contract.read_text("utf-8")
+    assert f'"{version}"' in sources
+    told = (
         f"npugrad-server {version} needs npugrad {version}, but npugrad 9.9.9 is installed: "
-        f"pip install npugrad=={version} npugrad-server=={version}\n",
+        f"pip install npugrad=={version} npugrad-server=={version}\n"
     )
+    try:
+        contract.write_text(sources.replace(f'"{version}"', '"9.9.9"'), "utf-8")
+        checked = server.run("npugrad-server", "check")
+        demo = server.run("npugrad", "demo", "--out", str(tmp_path))
+    finally:
+        contract.write_text(sources, "utf-8")
+    assert (checked.returncode, checked.stderr) == (1, told)
+    assert (demo.returncode, demo.stderr) == (1, f"npugrad demo: the service did not start; it said:\n{told}")

@@ -81,6 +81,15 @@ def test_the_command_fails_with_a_line_for_each(checkout: Path) -> None:
             [f"1: {ENTRY}", f"2: {ENTRY}"],
         ),
         ("server/npugrad_server/pool/entry.py", "x = 1\n", [f"1: {ENTRY}"]),
+        ("server/npugrad_server/pool/a.py", "from a import b as entry\n", [f"1: {ENTRY}"]),
+        (
+            "server/npugrad_server/pool/a.py",
+            "try:\n    pass\nexcept OSError as entry:\n    pass\n",
+            [f"3: {ENTRY}"],
+        ),
+        ("client/npugrad_client/a.py", 'X = 1\n"""The ledger."""\n', [f"2: {LEDGER}"]),
+        ("client/npugrad_client/a.py", '_X = 1\n"""The ledger."""\n', []),
+        ("server/README.md", "The ledger.\n", [f"1: {LEDGER}"]),
         ("server/npugrad_server/pool/a.py", "f(entry.reentry)\n", []),
     ],
 )

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from tests.fix_server import ServerProcess
 
 AGE_S, WITHIN_S, LEAST_SHARE = 32.0, 10.0, 0.35
-_SPREAD = 1.1
-"""gRPC spreads the age limit by a tenth, so that connections do not all end at once."""
 _FLAGS = ("--max-connection-age-s", str(AGE_S), "--streams-per-device", "8")
 _DEVICES = "test:1?ms=2&compute=1"
 _FIRST, _SECOND = "127.0.0.1", "127.0.0.2"
@@ -107,7 +105,7 @@ def run(folder: Path) -> Found:
             with Load(call) as load:
                 load.wait_for(100)
                 names.addresses = (_FIRST, _SECOND)
-                share, now_s = _await_share(first, second, load, begin_s + AGE_S * _SPREAD + WITHIN_S)
+                share, now_s = _await_share(first, second, load, begin_s + AGE_S + WITHIN_S)
     return Found(share, now_s - begin_s - AGE_S, load.calls, load.failed.total())
 
 

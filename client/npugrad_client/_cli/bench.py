@@ -70,7 +70,7 @@ def bench(
     ] = "",
     dtype: Annotated[str, typer.Option(help="Element type; the operator's first one by default.")] = "",
     label: Annotated[
-        str, typer.Option(help="Label of the calls; labels share the devices fairly. Default: bench.")
+        str, typer.Option(help="Label of the calls; a tenant's labels take turns. Default: bench.")
     ] = "",
     priority: Annotated[int | None, typer.Option(help="Priority of the calls, -100 to 100.")] = None,
     rate: Annotated[

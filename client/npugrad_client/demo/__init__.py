@@ -14,6 +14,7 @@ from rich.console import Console
 from npugrad_client import Client
 from npugrad_client.demo._cases import official_cases, realistic_cases
 from npugrad_client.demo._report import Row, run_case, tables
+from npugrad_client.demo._service import ServiceFailed as ServiceFailed
 from npugrad_client.demo._service import ServiceMissing as ServiceMissing
 from npugrad_client.demo._service import local_service, require_service
 

@@ -21,6 +21,10 @@ class ServiceMissing(RuntimeError):
     """The service is not installed; the message says what to install."""
 
 
+class ServiceFailed(RuntimeError):
+    """The service did not start; the message holds what it said."""
+
+
 def require_service() -> None:
     """Returns where a service can be started.
 
@@ -39,7 +43,7 @@ def local_service(*arguments: str) -> Iterator[str]:
         arguments: Further flags of `npugrad-server serve`.
 
     Raises:
-        RuntimeError: The service did not start; the message holds what it said.
+        ServiceFailed: The service did not start.
     """
     command = [sys.executable, "-m", "npugrad_server", "serve", "--listen", "127.0.0.1:0", *arguments]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -63,7 +67,7 @@ def _address(process: subprocess.Popen[str], reader: threading.Thread, errors: l
         timer.cancel()
     process.wait()
     reader.join(timeout=5)
-    raise RuntimeError("the service did not start; it said:\n" + "".join(errors[-20:]))
+    raise ServiceFailed("the service did not start; it said:\n" + "".join(errors[-20:]).rstrip())
 
 
 def _stop(process: subprocess.Popen[Any]) -> None:

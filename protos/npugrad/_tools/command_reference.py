@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _SETTINGS = {f"--{name.replace('_', '-')}" for name in ServerSettings.model_fields}
-_EVERYWHERE = {"help", "install_completion", "show_completion"}
 
 
 def commands(app: typer.Typer, name: str) -> str:
@@ -37,7 +36,7 @@ def _commands(context: Any) -> Iterator[Any]:
 
 def _section(context: Any) -> str:
     command = context.command
-    shown = [p for p in command.params if not getattr(p, "hidden", False) and p.name not in _EVERYWHERE]
+    shown = [p for p in command.params if not getattr(p, "hidden", False)]
     settings = [
         p
         for p in shown

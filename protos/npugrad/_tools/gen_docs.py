@@ -199,12 +199,12 @@ PARTS: dict[str, Callable[[], str]] = {
 
 
 def generate(text: str) -> str:
-    """The text of a file with all its tables made anew; raises KeyError for a mark nobody knows."""
+    """The text of a file with all its generated parts made anew; raises KeyError for a mark nobody knows."""
     return _BLOCK.sub(lambda match: match[1] + PARTS[match["name"]]() + match[3], text)
 
 
 def main() -> int:
-    """Writes the tables, or checks them with `--check`."""
+    """Writes the generated parts, or checks them with `--check`."""
     differing = []
     for path in sorted(PAGES.rglob("*.md")):
         name = path.relative_to(ROOT).as_posix()

@@ -2,7 +2,7 @@
 
 `docs/glossary.md` lists them once, under "Replaced words", each with where it is rejected:
 
-- `everywhere`: in Markdown pages (code aside), in public docstrings, and in names.
+- `everywhere`: in Markdown pages (code aside), in public docstrings, and as a part of a name.
 - `names`: as a part of a name only, since it is an ordinary word elsewhere.
 
 Names are the classes, functions, parameters, variables, attributes and modules that are defined in `NAMED`.
@@ -13,6 +13,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[3]
 GLOSSARY = "docs/glossary.md"
 HEADING = "## Replaced words\n"
-PAGES = ("*.md", "docs/**/*.md")
+PAGES = ("*.md", "*/README.md", "docs/**/*.md")
 DOCUMENTED = ("protos/npugrad", "server/npugrad_server", "client/npugrad_client")
 NAMED = "server/npugrad_server/pool"
 GENERATED = ("_pb2.py", "_pb2_grpc.py")
@@ -79,7 +80,7 @@ def modules(root: Path, *folders: str) -> Iterator[Path]:
 
 
 def docstrings(node: ast.AST) -> Iterator[tuple[int, str]]:
-    """First line and text of each docstring of a module and of the public names in it."""
+    """First line and text of each docstring of a module and of the public names in it, variables included."""
     if not isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
         return
     if not isinstance(node, ast.Module) and node.name.startswith("_"):
@@ -87,8 +88,21 @@ def docstrings(node: ast.AST) -> Iterator[tuple[int, str]]:
     text = ast.get_docstring(node, clean=False)
     if text is not None:
         yield node.body[0].lineno, text
-    for inner in node.body:
+    for inner, after in zip_longest(node.body, node.body[1:]):
         yield from docstrings(inner)
+        if (
+            _is_public_variable(inner)
+            and isinstance(after, ast.Expr)
+            and isinstance(after.value, ast.Constant)
+        ):
+            yield after.lineno, str(after.value.value)
+
+
+def _is_public_variable(node: ast.stmt) -> bool:
+    if not isinstance(node, (ast.Assign, ast.AnnAssign)):
+        return False
+    target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+    return not ast.unparse(target).startswith("_")
 
 
 def names(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -102,6 +116,10 @@ def names(tree: ast.AST) -> Iterator[tuple[int, str]]:
             yield node.lineno, node.id
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
             yield node.lineno, node.attr
+        elif isinstance(node, ast.alias) and node.asname:
+            yield node.lineno, node.asname
+        elif isinstance(node, ast.ExceptHandler) and node.name:
+            yield node.lineno, node.name
 
 
 def uses(root: Path) -> Iterator[tuple[str, int, Replaced]]:

@@ -133,8 +133,8 @@ class CallOptions(google.protobuf.message.Message):
     priority: builtins.int
     """Calls of higher priority leave the queue first; -100 to 100, default 0."""
     label: builtins.str
-    """Name of the caller or the experiment, at most 64 printable ASCII characters; calls of
-    different labels share the devices fairly.
+    """Name of the caller or the experiment, at most 64 printable ASCII characters; calls of one
+    tenant with different labels take turns.
     """
     verify: builtins.bool
     """Recompute the call with the float64 reference and refuse to answer
