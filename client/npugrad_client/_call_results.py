@@ -41,8 +41,8 @@ class CallResults:
 
 
 def _described(value: Any) -> str:
-    """Such as ``float32[2, 3]``."""
-    return "None" if value is None else f"{_dtype(value)}{[*value.shape]}"
+    """Such as ``float32[2,3]``."""
+    return "None" if value is None else f"{_dtype(value)}[{','.join(map(str, value.shape))}]"
 
 
 def _columns(value: Any) -> tuple[str, str, str]:

@@ -12,7 +12,7 @@ from npugrad.operator import Verdict
 from npugrad.ops import get_operator
 from npugrad.products import Product, product_from_name, product_from_wire
 from npugrad.registry import REGISTRY, Registry
-from npugrad.representation import html_table, in_lines, some
+from npugrad.representation import counted, html_table, in_lines, some
 from npugrad.v1 import server_pb2
 from npugrad.validation import make_call
 
@@ -123,7 +123,10 @@ class ServerInfo:
         devices = [f"{device.name} {device.state}" for device in self.devices]
         state = "draining" if self.draining else "serving"
         parts = [f"npugrad {self.version} for {self.product}", f"{state} for {self.uptime_s:.0f} s"]
-        parts += [f"devices: {some(devices, 3, '.devices')}", f"{len(self.operators)} operators"]
+        parts += [
+            f"devices: {some(devices, 3, '.devices') or 'none'}",
+            counted(len(self.operators), "operator"),
+        ]
         parts.append(f"{self.queue_depth} of {self.limits.max_queue_depth} calls waiting")
         return in_lines("ServerInfo", parts)
 
@@ -142,6 +145,7 @@ class ServerInfo:
             for d in self.devices
         ]
         told = {name: str(getattr(self, name)) for name in _SHOWN}
+        told["uptime_s"] = f"{self.uptime_s:.0f}"
         told["operators"] = ", ".join(self.operators)
         told["versions"] = ", ".join(f"{name} {version}" for name, version in sorted(self.versions.items()))
         told |= {each.name: str(getattr(self.limits, each.name)) for each in fields(self.limits)}
@@ -205,7 +209,7 @@ class ConstraintInfo:
     vendor_code: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class OperatorInfo:
     """One operator, as a server describes it.
 
@@ -230,6 +234,12 @@ class OperatorInfo:
     constraints: tuple[ConstraintInfo, ...]
     supported: bool
     min_cann: str
+
+    def __repr__(self) -> str:
+        """Names and counts; ``npugrad ops OPERATOR`` and the attributes show the rest."""
+        counts = [counted(len(self.parameters), "parameter"), counted(len(self.constraints), "constraint")]
+        state = "supported" if self.supported else "not supported"
+        return in_lines("OperatorInfo", [self.name, self.aclnn_name, *counts, state])
 
 
 def product_number(product: Product | str | None) -> Any:

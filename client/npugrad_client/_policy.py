@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypedDict, TypeVar, ca
 from npugrad.call import CallOptions
 from npugrad.meta import TensorMeta
 from npugrad.ops import get_operator
+from npugrad.representation import in_lines
 from npugrad_client import _arrays
 from npugrad_client._costs import FASTER_HERE, MEASURED_HERE, Costs, describe, kind_of
 from npugrad_client._legality import require_legal
@@ -133,9 +134,20 @@ class Policies:
         self._ledger = Ledger()
         self._servers: weakref.WeakKeyDictionary[Client, ServerInfo] = weakref.WeakKeyDictionary()
 
+    def __repr__(self) -> str:
+        """The policies, and how many calls were sent."""
+        return show_policies("Policies", self)
+
     def summary(self) -> Summary:
         """Returns counts of what ran where, over all threads; print it for a table."""
         return self._ledger.summary(self._costs.rows())
+
+
+def show_policies(name: str, policies: Policies, *first: str) -> str:
+    """The `repr` of an object that has policies: what comes first, each policy, and counts of calls."""
+    settings = (f"{n}={getattr(policies, n)!r}" for n in ("min_bytes", "on_refused", "on_error", "policy"))
+    summary = policies.summary()
+    return in_lines(name, [*first, *settings, f"{summary.sent} sent", f"{summary.local} local"])
 
 
 def require_policies(

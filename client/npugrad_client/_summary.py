@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import TYPE_CHECKING
 
-from npugrad.representation import html_table, some
+from npugrad.representation import counted, html_table, some
 from npugrad.timeline import SERVER_STAGES
 
 if TYPE_CHECKING:
@@ -127,20 +127,20 @@ class Summary:
         """How many calls were sent and how many were not; `str` gives the tables."""
         won_s = self.won_s
         won = "" if won_s is None else f", sending won {won_s:.3f} s"
-        return f"Summary({self.sent} calls sent, {self.local} kept local{won})"
+        return f"Summary({counted(self.sent, 'call')} sent, {self.local} kept local{won})"
 
     def _repr_html_(self) -> str:
         """The same tables for notebooks."""
-        if not self.rows:
-            return f"<p>{escape(_nothing(self.seen))}</p>"
-        tables = [html_table("Calls", _HEADER, map(_cells, self.rows))]
+        calls = html_table("Calls", _HEADER, map(_cells, self.rows))
+        tables = [calls if self.rows else f"<p>{escape(_nothing(self.seen))}</p>"]
         measured = [row for row in self.rows if row.stages]
         if measured:
             columns = _columns(measured)
             cells = (_stage_cells(row, columns) for row in measured)
             tables.append(html_table(_STAGES_TITLE, (*_STAGES_HEADER, *columns), cells))
         if self.costs:
-            tables.append(html_table(_COSTS_TITLE, _COSTS_HEADER, map(_cost_cells, self.costs)))
+            tables.append(html_table(_COSTS_TITLE, _COSTS_HEADER, map(_cost_cells, self.costs[:_MOST_COSTS])))
+            tables += [f"<p>{escape(sentence)}</p>" for sentence in _costs_sentences(self)]
         return "\n".join(tables)
 
 
@@ -157,12 +157,12 @@ def _cells(row: SummaryRow) -> tuple[str, ...]:
 def _nothing(seen: tuple[str, ...] | None) -> str:
     """Why no operator of the service ran, in a sentence."""
     if seen is None:
-        return "Nothing was sent: there was no call with data yet."
+        return "No call was sent or run locally yet; calls that raised an error are not counted."
     if not seen:
         return "Nothing was sent: no backward pass ran inside. Enter `remote` around backward()."
     return (
-        "Nothing was sent: the service has none of the backward operators that ran inside: "
-        f"{some(seen, _MOST_SEEN, '.seen')}. `npugrad ops` lists what it has."
+        "Nothing was sent: this `remote` handled none of the backward operators that ran inside: "
+        f"{some(seen, _MOST_SEEN, '.seen')}. `npugrad ops` lists those of the service."
     )
 
 
@@ -197,18 +197,23 @@ def _costs_part(summary: Summary) -> str:
         return ""
     lines = [_COSTS_HEADER, *(_cost_cells(row) for row in costs[:_MOST_COSTS])]
     parts = [_COSTS_TITLE, _fitted(lines, texts=2)]
+    return "\n".join([*parts, *(textwrap.fill(each, WIDTH) for each in _costs_sentences(summary))])
+
+
+def _costs_sentences(summary: Summary) -> list[str]:
+    """What the table of costs leaves out, their sum, and what is not known."""
+    costs, parts = summary.costs, []
     if len(costs) > _MOST_COSTS:
         parts.append(f"and {len(costs) - _MOST_COSTS} more kinds, which took less, in summary().costs")
     won_s, unknown = summary.won_s, sum(row.sent for row in costs if row.won_s is None)
     if won_s is not None:
         parts.append(f"Sending won {won_s:.3f} s." if won_s >= 0 else f"Sending cost {-won_s:.3f} s.")
     if unknown:
-        told = (
-            f"What {unknown} sent call{'s' * (unknown > 1)} would have taken here is not known: "
+        parts.append(
+            f"What {counted(unknown, 'sent call')} would have taken here is not known: "
             'remote(..., policy="faster") learns it, `npugrad advise` measures it.'
         )
-        parts.append(textwrap.fill(told, WIDTH))
-    return "\n".join(parts)
+    return parts
 
 
 def _cost_cells(row: CostRow) -> tuple[str, ...]:

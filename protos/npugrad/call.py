@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from npugrad.representation import html_table, in_lines, shortened
+from npugrad.representation import counted, html_table, in_lines, shortened
 
 if TYPE_CHECKING:
     from npugrad.products import Product
@@ -174,7 +174,7 @@ class ExecutionInfo:
         parts += [f"{name} {count}" for name, count in counts.items() if count > 1]
         if self.verified:
             note = ", see .verification" if self.verification else ""
-            parts.append(f"{len(self.verified)} outputs verified{note}")
+            parts.append(f"{counted(len(self.verified), 'output')} verified{note}")
         if self.request_id:
             parts.append(f"request {shortened(self.request_id, 40)}")
         return in_lines("ExecutionInfo", parts)

@@ -11,6 +11,8 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from npugrad.representation import in_lines, some
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
@@ -364,7 +366,7 @@ def _is_wanted(output: TensorParam, call: CallMeta) -> bool:
     return mask is not None and mask[output.masked_by]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Verdict:
     """Result of `validate`.
 
@@ -389,3 +391,10 @@ class Verdict:
     outputs: Mapping[str, TensorMeta | None]
     predicted_wait_s: float | None = field(default=None, compare=False)
     predicted_run_s: float | None = field(default=None, compare=False)
+
+    def __repr__(self) -> str:
+        """Status, the first violations, and the outputs' names."""
+        violations = some([each.id for each in self.violations], 3, ".violations")
+        outputs = some([*self.outputs], 6, ".outputs")
+        parts = [f"violations: {violations}"] * bool(violations) + [f"outputs: {outputs}"] * bool(outputs)
+        return in_lines("Verdict", [f"status {self.status}", *parts])

@@ -37,6 +37,11 @@ def shortened(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
+def counted(count: int, noun: str) -> str:
+    """Such as ``1 call`` or ``2 calls``."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
 def some(items: Sequence[str], most: int, where: str) -> str:
     """The items with commas, or the first of them and where the others are."""
     shown = ", ".join(items[:most])

@@ -1,4 +1,4 @@
-"""How what a client gives shows itself: results of every operator, clients, servers, futures."""
+"""How what a client gives shows itself: results of every operator, clients, servers, operators, verdicts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from npugrad import OPERATORS, OpRecord
 from npugrad.call import ExecutionInfo
 from npugrad.products import Product
 from npugrad.representation import WIDTH
-from npugrad_client import AsyncClient, Client, DeviceInfo, ServerInfo, ServerLimits
+from npugrad_client import AsyncClient, Client, DeviceInfo
 
 if TYPE_CHECKING:
     from tests.fix_server import ServerProcess
@@ -46,8 +46,18 @@ def test_a_result_shows_types_and_shapes_in_three_lines(record: OpRecord) -> Non
     assert repr(found).startswith(f"{record.rpc}Result({record.outputs[0].name}=float")
     for output in record.outputs:
         array = getattr(found, output.name)
-        assert f"{output.name}={array.dtype}{[*array.shape]}" in repr(found)
+        assert f"{output.name}={array.dtype}{[*array.shape]}".replace(", ", ",") in repr(found)
     assert repr(found).endswith("info=cpu:0, 12.5 ms)")
+
+
+def test_a_result_of_many_heads_fits_on_the_reference() -> None:
+    info = dataclasses.replace(INFO, device="cpu-reference:0", run_s=123.456)
+    call = OPERATORS["fused_floyd_attention_grad"].build(dtype="bfloat16", h=16, n=1024, d=128)
+    metas = OPERATORS["fused_floyd_attention_grad"].infer(call)
+    arrays = {
+        n: np.broadcast_to(np.zeros((), m.dtype.numpy), m.shape) for n, m in metas.items() if m is not None
+    }
+    assert_fits(repr(npugrad_client.FusedFloydAttentionGradResult(**arrays, info=info)))
 
 
 @EACH
@@ -66,7 +76,7 @@ def test_a_result_shows_tensors_as_arrays() -> None:
     torch = pytest.importorskip("torch")
     record = OPERATORS["group_norm_backward"]
     found = result(record, grad_input=torch.zeros(2, 3, dtype=torch.bfloat16), grad_beta=None)
-    assert "grad_input=bfloat16[2, 3]" in repr(found)
+    assert "grad_input=bfloat16[2,3]" in repr(found)
     assert "grad_beta=None" in repr(found)
     assert "<td>bfloat16</td><td>2 x 3</td>" in found._repr_html_()
 
@@ -98,13 +108,13 @@ def test_a_server_fits_three_lines(server: ServerProcess) -> None:
     assert large._repr_html_().count("<td>&lt;i&gt;</td>") == 64
 
 
-def test_a_future_is_one_line(server: ServerProcess) -> None:
+def test_operators_and_verdicts_fit_three_lines(server: ServerProcess) -> None:
     with Client(server.address) as client:
-        future = client.submit(client.server_info)
-        assert_fits(repr(future))
-        assert isinstance(future.result(), ServerInfo)
-        assert_fits(repr(future))
-        assert isinstance(future.result().limits, ServerLimits)
-        failed = client.submit(client.list_operators, product="none")
-        assert isinstance(failed.exception(), ValueError)
-        assert_fits(repr(failed))
+        for info in client.list_operators():
+            assert_fits(repr(info))
+            assert f"{info.name}, {info.aclnn_name}" in repr(info)
+        meta = {"normalized_shape": (4,), "output_mask": (True, True, True)}
+        wrong = client.validate("layer_norm_backward", inputs={}, attrs=meta)
+    assert_fits(repr(wrong))
+    assert repr(wrong).startswith("Verdict(status 161001,")
+    assert "and 1 more in .violations" in repr(wrong)

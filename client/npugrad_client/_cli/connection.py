@@ -122,7 +122,7 @@ def connect(
 
 
 def servers_of(targets: Sequence[str], how: Tls | None) -> Servers:
-    """The servers of a command that has a client for each; an address that stands twice is one.
+    """The servers of a command that has a client for each; an address that appears twice is one.
 
     Raises:
         FileError: A file of `how` cannot be read.

@@ -136,7 +136,7 @@ class Capacity:
         if not self.rate:
             return "No rate was found that meets the objectives."
         met, tried = self.tried(self.rate)
-        text = f"capacity {self.rate:.4g}/s: kept in {met} of {tried} trials"
+        text = f"capacity {self.rate:.4g}/s: met in {met} of {tried} trials"
         if self.least_share_met:
             text += f" (95 % confidence: in at least {self.least_share_met:.0%} of them)"
         if math.isfinite(self.above) and not self.is_client_limited:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import math
 import re
 from typing import TYPE_CHECKING, Any
 
 from npugrad.dtypes import dtype_from_name
-from npugrad_client.bench.scenario import NOT_SIZES, ScenarioError
+from npugrad_client.bench.scenario import NOT_SIZES, ScenarioError, shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,17 +39,19 @@ def parse_sizes(record: OpRecord, text: str) -> dict[str, Any]:
         name, equals, value = (part.strip() for part in item.partition("="))
         if not (name and equals):
             raise ScenarioError(
-                f"{record.name}: found {item!r}; expected NAME=VALUE, as in {example(record)}"
+                f"{record.name}: found {shown(item)}; expected NAME=VALUE, as in {example(record)}"
             )
         if name not in forms:
-            raise ScenarioError(f"{record.name}: {name}: found {item!r}; expected one of {', '.join(forms)}")
+            raise ScenarioError(
+                f"{record.name}: {shown(name)[1:-1]}: found {shown(item)}; expected one of {', '.join(forms)}"
+            )
         if name in sizes:
             raise ScenarioError(f"{record.name}: {name}: found {name} twice; expected it once")
         read, expected = _READERS[forms[name]]
         try:
             sizes[name] = read(value)
         except ValueError:
-            raise ScenarioError(f"{record.name}: {name}: found {value!r}; expected {expected}") from None
+            raise ScenarioError(f"{record.name}: {name}: found {shown(value)}; expected {expected}") from None
     missing = [name for name in required if name not in sizes]
     if missing:
         raise ScenarioError(
@@ -58,15 +61,18 @@ def parse_sizes(record: OpRecord, text: str) -> dict[str, Any]:
     return sizes
 
 
-def example(record: OpRecord) -> str:
-    """The operator's small workload, as `parse_sizes` reads it."""
-    return ",".join(f"{name}={_text(value)}" for name, value in record.workloads.named["small"].sizes.items())
+def example(record: OpRecord, workload: str = "small") -> str:
+    """One of the operator's workloads, as `parse_sizes` reads it."""
+    sizes = record.workloads.named[workload].sizes
+    return ",".join(f"{name}={_text(value)}" for name, value in sizes.items())
 
 
 def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
     if not isinstance(value, tuple):
         return str(value)
-    return ("," if isinstance(value[0], tuple) else "x").join(map(_text, value))
+    return ("," if isinstance(value[0], (tuple, bool)) else "x").join(map(_text, value))
 
 
 def _forms(record: OpRecord) -> dict[str, str]:
@@ -79,6 +85,13 @@ def _whole(text: str) -> int:
     if not re.fullmatch(r"\d+", text, re.ASCII):
         raise ValueError(text)
     return int(text)
+
+
+def _number(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(text)
+    return number
 
 
 def _flag(text: str) -> bool:
@@ -104,7 +117,7 @@ def _flags(text: str) -> tuple[bool, ...]:
 
 _READERS: dict[str, tuple[Callable[[str], Any], str]] = {
     "int": (_whole, "a whole number, 0 or more"),
-    "float": (float, "a number"),
+    "float": (_number, "a finite number"),
     "bool": (_flag, "true or false"),
     "DType | str": (dtype_from_name, "an element type such as int32"),
     "tuple[int, ...]": (_shape, "a shape such as 8x1024"),

@@ -126,13 +126,13 @@ class Slo:
         """Reads ``"p99=50ms,errors=0.1%"``; errors must be 0 where it does not name them.
 
         Raises:
-            ValueError: It names something else, a value is not of its unit, or something stands twice.
+            ValueError: It names something else, a value is not of its unit, or something appears twice.
         """
         found: dict[str, Objective] = {}
         for part in filter(None, (part.strip() for part in text.split(","))):
             name, _, value = (piece.strip() for piece in part.partition("="))
             if name in found:
-                raise ValueError(f"slo: {name} stands more than once")
+                raise ValueError(f"slo: {name} appears more than once")
             found[name] = Objective(name, _limit(name, value, part))
         if not found:
             raise ValueError(f"slo: found nothing; expected {_EXPECTED}")

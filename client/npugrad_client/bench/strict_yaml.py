@@ -15,7 +15,7 @@ def read_yaml(text: str) -> Any:
     """What a YAML file says.
 
     Raises:
-        ValueError: It is no YAML, a key stands twice, or it is nested or repeated without bound.
+        ValueError: It is not YAML, a key appears twice, or it is nested or repeated without bound.
     """
     try:
         loader = yaml.SafeLoader(text)
@@ -64,7 +64,7 @@ def _check_keys(node: yaml.MappingNode) -> None:
             raise ValueError(f"line {_line(key)}: a key must be text")
         name = (key.tag, str(key.value))
         if name in seen and key.tag != _MERGE:
-            raise ValueError(f"line {_line(key)}: the key {key.value!r} stands twice")
+            raise ValueError(f"line {_line(key)}: the key {key.value!r} appears twice")
         seen.add(name)
 
 

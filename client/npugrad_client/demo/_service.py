@@ -26,7 +26,7 @@ class ServiceFailed(RuntimeError):
 
 
 def require_service() -> None:
-    """Returns where a service can be started.
+    """Checks that a service can be started here.
 
     Raises:
         ServiceMissing: It is not installed.

@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
 from npugrad_client._legality import require_client
-from npugrad_client._policy import Options, Policies, PolicyEngine, require_policies
+from npugrad_client._policy import Options, Policies, PolicyEngine, require_policies, show_policies
 from npugrad_client.torch._deformable import differentiate, forward, require
 
 if TYPE_CHECKING:
@@ -50,6 +50,10 @@ class DropIn:
     ) -> None:
         """Removes it."""
         self.remove()
+
+    def __repr__(self) -> str:
+        """The policies, and how many calls were sent."""
+        return show_policies("DropIn", self._policies)
 
     def install(self) -> None:
         """Puts the modules into `sys.modules`, keeping what was there for `remove`.

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from npugrad.representation import in_lines
 from npugrad_client._legality import require_client
-from npugrad_client._policy import MIN_BYTES, Options, Policies, PolicyEngine, require_policies
+from npugrad_client._policy import MIN_BYTES, Options, Policies, PolicyEngine, require_policies, show_policies
 from npugrad_client.torch._fused import DECIDING, Fuser, attend, has_saved_tensors_hooks
 from npugrad_client.torch._recognised import replace, restore
 from npugrad_client.torch._translation import TAKEN_APART, TAKEN_APART_BY, TRANSLATIONS
@@ -85,13 +84,7 @@ class Remote(ContextDecorator):
 
     def __repr__(self) -> str:
         """The client, the policies in short, and how many calls were sent."""
-        policies, summary = self._policies, self.summary()
-        settings = (
-            f"{n}={getattr(policies, n)!r}" for n in ("min_bytes", "on_refused", "on_error", "policy")
-        )
-        return in_lines(
-            "Remote", [repr(self._client), *settings, f"{summary.sent} sent", f"{summary.local} local"]
-        )
+        return show_policies("Remote", self._policies, repr(self._client))
 
     def _repr_html_(self) -> str:
         """The summary's tables, for notebooks."""

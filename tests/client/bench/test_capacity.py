@@ -42,7 +42,7 @@ def test_a_sharp_edge_is_found_from_anywhere(edge: float, start: float) -> None:
 def test_it_says_how_sure_it_is() -> None:
     found = Search(lambda rate: trial(rate, rate <= 100)).run(90)
     text = str(found)
-    assert text.startswith(f"capacity {found.rate:.4g}/s: kept in 3 of 3 trials")
+    assert text.startswith(f"capacity {found.rate:.4g}/s: met in 3 of 3 trials")
     assert "(95 % confidence: in at least 37% of them)" in text
     assert f"at {found.above:.4g}/s missed in 1 of 1" in text
     assert json.loads(json.dumps(found.as_dict()))["met_of_trials"] == [3, 3]

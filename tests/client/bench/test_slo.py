@@ -44,7 +44,7 @@ def test_errors_must_be_none_where_nothing_is_said() -> None:
         ("p99=50", "slo: p99: found '50'; expected a duration with its unit, such as 50ms or 50s"),
         ("mean=0.5", "slo: mean: found '0.5'; expected a duration with its unit, such as 0.5ms or 0.5s"),
         ("errors=5ms", "slo: errors: found '5ms'; expected a share"),
-        ("p99=1ms,p99=2ms", "slo: p99 stands more than once"),
+        ("p99=1ms,p99=2ms", "slo: p99 appears more than once"),
         ("throughput=0", "slo: throughput: found '0'; expected a rate above 0"),
     ],
 )

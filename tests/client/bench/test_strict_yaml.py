@@ -28,8 +28,8 @@ def test_what_is_said_is_read() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a: 1\nb: 2\na: 3\n", "line 3: the key 'a' stands twice"),
-        ("w:\n  - {x: 1, x: 2}\n", "line 2: the key 'x' stands twice"),
+        ("a: 1\nb: 2\na: 3\n", "line 3: the key 'a' appears twice"),
+        ("w:\n  - {x: 1, x: 2}\n", "line 2: the key 'x' appears twice"),
         ("a: &a [*a]\n", "line 1: a value contains itself"),
         (BOMB, f"more than {MAX_NODES} values"),
         ("[" * 5000, "values are nested too deeply"),

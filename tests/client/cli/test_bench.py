@@ -245,7 +245,10 @@ def test_the_help_tells_every_exit_status() -> None:
             "output_mask: found 'true,perhaps'; expected flags such as true,false",
         ),
         ("--operator grid_sampler_2d_backward --size align_corners=1", "found '1'; expected true or false"),
-        ("--operator fused_floyd_attention_grad --size scale_value=big", "found 'big'; expected a number"),
+        (
+            "--operator fused_floyd_attention_grad --size scale_value=big",
+            "found 'big'; expected a finite number",
+        ),
         ("--dtype int8", "dtype: found 'int8'; expected float32, float16, bfloat16"),
         ("--operator relu", "OPERATOR: "),
         ("--rate 5 --concurrency 2", "--rate and --concurrency cannot be combined"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -13,12 +12,10 @@ from tests.client.torch.models import Transformer, gradients  # noqa: E402
 
 from npugrad.ops import OPERATORS  # noqa: E402
 from npugrad.timeline import CLIENT_STAGES, SERVER_STAGES, Interval, Timeline  # noqa: E402
+from npugrad_client import Client, ConnectError  # noqa: E402
 from npugrad_client._costs import CostRow  # noqa: E402
 from npugrad_client._summary import TRANSPORT, Ledger, Summary  # noqa: E402
-from npugrad_client.torch import remote  # noqa: E402
-
-if TYPE_CHECKING:
-    from npugrad_client import Client
+from npugrad_client.torch import Policies, drop_in, remote  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -150,14 +147,14 @@ def test_nothing_is_wider_than_80_columns() -> None:
 @pytest.mark.parametrize(
     ("seen", "text"),
     [
-        (None, "Nothing was sent: there was no call with data yet."),
+        (None, "No call was sent or run locally yet; calls that raised an error are not counted."),
         ((), "Nothing was sent: no backward pass ran inside. Enter `remote` around backward()."),
         (
             tuple(f"Some{number:02}Backward0" for number in range(30)),
-            "Nothing was sent: the service has none of the backward operators that ran inside: "
+            "Nothing was sent: this `remote` handled none of the backward operators that ran inside: "
             "Some00Backward0, Some01Backward0, Some02Backward0, Some03Backward0, Some04Backward0, "
             "Some05Backward0, Some06Backward0, Some07Backward0 and 22 more in .seen. "
-            "`npugrad ops` lists what it has.",
+            "`npugrad ops` lists those of the service.",
         ),
     ],
 )
@@ -175,6 +172,9 @@ def test_notebooks_show_the_tables() -> None:
     assert page.count("<table>") == page.count("</table>") == 3
     assert "<td>floyd</td><td>sent</td><td>&lt;b&gt;</td><td>1</td>" in page
     assert "<td>float32[2,8,16]</td>" in page
+    assert page.endswith("<p>Sending cost 2.940 s.</p>")
+    many = Ledger().summary([CostRow("norm", f"float32[{n}]", 1, 1, 1.0, 2.0, 1.0) for n in range(50)])
+    assert many._repr_html_().count("<td>norm</td>") == str(many).count("norm  ")
 
 
 def test_what_ran_instead_is_told(client: Client) -> None:
@@ -183,15 +183,34 @@ def test_what_ran_instead_is_told(client: Client) -> None:
         assert "no backward pass ran inside" in str(mode.summary())
         torch.nn.functional.linear(x, torch.ones(2, 3), torch.ones(2)).relu().sum().backward()
     told = " ".join(str(mode.summary()).split())
-    assert (
-        "the service has none of the backward operators that ran inside: AddmmBackward0, ReluBackward0"
-        in told
-    )
+    assert "handled none of the backward operators that ran inside: AddmmBackward0, ReluBackward0" in told
     gradients(Transformer(), torch.randn(2, 3, 9, 7))
     assert "none of the backward operators" in str(mode.summary()), "what runs outside does not count"
     with mode:
         gradients(Transformer(), torch.randn(2, 3, 9, 7))
     assert mode.summary().seen is None
+
+
+def test_an_outer_remote_does_not_deny_what_the_inner_one_sent(client: Client) -> None:
+    with remote(client, min_bytes=0) as outer, remote(client, min_bytes=0) as inner:
+        gradients(Transformer(), torch.randn(2, 3, 9, 7))
+    assert inner.summary().sent > 0
+    assert str(outer.summary()).startswith("Nothing was sent: this `remote` handled none of")
+
+
+def test_a_call_that_raised_is_no_call_without_data() -> None:
+    with Client("127.0.0.1:1", retry=None) as client:
+        mode = remote(client, min_bytes=0)
+        with mode, pytest.raises(ConnectError):
+            gradients(Transformer(), torch.randn(2, 3, 9, 7))
+    assert str(mode.summary()).endswith("calls that raised an error are not counted.")
+
+
+def test_drop_in_and_policies_show_their_policies(client: Client) -> None:
+    assert repr(drop_in(client, on_error="local")).startswith(
+        "DropIn(min_bytes=0, on_refused='warn', on_error='local'"
+    )
+    assert repr(Policies()).endswith("policy='always', 0 sent, 0 local)")
 
 
 def test_a_remote_shows_its_client_and_policies(client: Client) -> None:
