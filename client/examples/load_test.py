@@ -1,12 +1,12 @@
-"""A load test with promises: the kind of step that a pipeline runs before a release.
+"""A load test with objectives, such as a pipeline runs before a release.
 
-Three measurements of the same calls: with operands that travel; with operands that the server makes itself,
-so that the network carries next to nothing; and again the first one, held against it. Start a server, then
+It measures the same calls three times: with operands sent over the network, with operands that the server
+generates, so that almost nothing is sent, and as the first time, to compare the two. Start a server, then
 
     python client/examples/load_test.py --target localhost:50051 --rate 20 --slo p99=250ms,errors=0.1%
 
-Ends with the status of `npugrad bench`: 0 when the promises were kept, 1 when calls failed, 3 when one was
-broken or the second measurement was slower, 4 when there was nothing to be told, 6 when there is no server.
+Exits with the status of `npugrad bench`: 0 if the objectives were met, 1 if calls failed, 3 if an objective was
+missed or the last measurement was slower than the first, 4 if nothing can be concluded, 6 if there is no server.
 """
 
 from __future__ import annotations
@@ -28,14 +28,18 @@ def bench(*arguments: str) -> int:
 
 
 def main() -> int:
-    """Command line; the exit status is that of the first measurement that is not well."""
-    parser = argparse.ArgumentParser(description="A load test against promises.")
+    """Command line; the exit status is that of the first command that fails."""
+    parser = argparse.ArgumentParser(description="Runs a load test with objectives.")
     parser.add_argument("--target", default="localhost:50051", help="address of the server")
     parser.add_argument("--rate", default="20", help="calls a second")
-    parser.add_argument("--duration", default="10s", help="of each measurement")
-    parser.add_argument("--slo", default="p99=250ms,errors=0.1%", help="what is promised")
-    parser.add_argument("--out", type=Path, default=Path("build/load-test"), help="folder for the page")
-    parser.add_argument("--shared", action="store_true", help="the machine is busy with other things too")
+    parser.add_argument("--duration", default="10s", help="duration of each measurement")
+    parser.add_argument("--slo", default="p99=250ms,errors=0.1%", help="objectives")
+    parser.add_argument(
+        "--out", type=Path, default=Path("build/load-test"), help="folder for the HTML report"
+    )
+    parser.add_argument(
+        "--shared", action="store_true", help="accept results although the machine is busy with other work"
+    )
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     load = [*CALLS, "--rate", options.rate, "--duration", options.duration, "--warm-up", "1s"]

@@ -1,4 +1,4 @@
-"""The example measures a server of known service time, and its status says whether promises were kept."""
+"""The example measures a server of known service time, and its exit status says whether objectives were met."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def known(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 
 @pytest.mark.deep
-def test_promises_that_are_kept(known: ServerProcess, tmp_path: Path) -> None:
+def test_objectives_that_are_met(known: ServerProcess, tmp_path: Path) -> None:
     load = ["--rate", "10", "--duration", "3s", "--shared", "--slo", "p50=30s,errors=0.1%"]
     done = run_example("load_test.py", "--target", known.address, "--out", str(tmp_path), *load)
-    assert done.stdout.count("met: p50: found") == 3, done.stdout + done.stderr
+    assert done.stdout.count("met: p50: ") == 3, done.stdout + done.stderr
     assert (
         "operands made by the server, not sent: grid_sampler_2d_backward float32 medium recipe" in done.stdout
     )
@@ -37,12 +37,12 @@ def test_promises_that_are_kept(known: ServerProcess, tmp_path: Path) -> None:
     assert verdicts[done.returncode] in done.stdout or "faster" in done.stdout
 
 
-def test_a_promise_that_is_broken_ends_it(known: ServerProcess, tmp_path: Path) -> None:
+def test_a_missed_objective_ends_it(known: ServerProcess, tmp_path: Path) -> None:
     load = ["--rate", "10", "--duration", "1s", "--shared", "--slo", "p50=30ms"]
     done = run_example("load_test.py", "--target", known.address, "--out", str(tmp_path), *load)
     assert done.returncode == 3, done.stdout + done.stderr
     assert done.stdout.count("$ npugrad bench") == 1
-    assert "MISSED: p50: found" in done.stdout
+    assert "MISSED: p50: " in done.stdout
 
 
 def test_nobody_there(tmp_path: Path) -> None:

@@ -312,4 +312,4 @@ def first_guess(scenario: Scenario, in_flight: int) -> Scenario:
 
 
 UNLIMITED = Slo.parse("errors=0")
-"""What rates are held against when nothing was promised: all is answered, and the queue does not grow."""
+"""The objectives by default: every call is answered, and the queue does not grow."""

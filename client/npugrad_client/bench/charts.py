@@ -75,7 +75,7 @@ def line_chart(
         xs: Places of the points, ascending.
         series: The lines.
         shade_below: What lies left of this is shaded: the warm-up.
-        limit: Name and value of a horizontal line that marks a promise.
+        limit: Name and value of a horizontal line that marks an objective.
         x_ticks: Places and texts of marks; round numbers by default.
         is_log: Whether the vertical axis is logarithmic.
         describe: Text of an x for the labels that appear under the pointer; the number by default.

@@ -147,12 +147,12 @@ def _start(result: Result) -> str:
 
 
 def _limit(result: Result) -> tuple[str, float] | None:
-    """The promise about the highest percentile, in milliseconds."""
+    """The objective of the highest percentile, in milliseconds."""
     if not result.scenario["slo"]:
         return None
     objectives = [o for o in Slo.parse(result.scenario["slo"]).objectives if o.name.startswith("p")]
     best = max(objectives, key=lambda o: float(o.name[1:]), default=None)
-    return (f"{best.name} promised", best.limit * 1e3) if best else None
+    return (f"{best.name} objective", best.limit * 1e3) if best else None
 
 
 def _distribution(result: Result) -> str:

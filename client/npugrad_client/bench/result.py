@@ -93,7 +93,7 @@ class Result:
 
     @property
     def outcomes(self) -> tuple[ObjectiveResult, ...]:
-        """The scenario's objectives held against it; none where nothing was promised."""
+        """How the run met the scenario's objectives; empty without objectives."""
         slo = self.scenario["slo"]
         return Slo.parse(slo).judge(self) if slo else ()
 

@@ -22,7 +22,7 @@ _EXPECTED = "p99=50ms, mean=20ms, max=1s, errors=0.1%, deadline_misses=0 or thro
 
 @dataclass(frozen=True)
 class Objective:
-    """One promise.
+    """One objective.
 
     Attributes:
         name: ``"p99"`` or another percentile, ``"mean"``, ``"max"``, ``"errors"``, ``"deadline_misses"`` or
@@ -41,8 +41,8 @@ class Objective:
     def measured(self, result: Result) -> float:
         """What the run shows, in the limit's unit.
 
-        For a percentile and the maximum, calls that were not served are infinitely slow: they wait yet. The
-        mean is that of the answers; infinite where there is none.
+        For a percentile and the maximum, calls that were not served are infinitely slow. The mean is that of the
+        answers; infinite without any.
         """
         if self.name == "throughput":
             return result.throughput_per_s
@@ -58,7 +58,7 @@ class Objective:
         return latency.ranked_s(rank) if rank <= latency.count else math.inf
 
     def format(self, value: float) -> str:
-        """A value of its unit for people."""
+        """A value with its unit, for people."""
         if self.is_latency:
             return format_seconds(value)
         return f"{value:.1f}/s" if self.name == "throughput" else format_share(value)
@@ -69,13 +69,13 @@ ObjectiveVerdict = Literal["met", "missed", "not judged"]
 
 @dataclass(frozen=True)
 class ObjectiveResult:
-    """An objective held against a run.
+    """An objective, and what a run measured.
 
     Attributes:
-        objective: What was promised.
-        measured: What was found, in its unit.
-        verdict: Whether the promise was kept; not judged where the run has a flaw.
-        unserved_share: Part of the calls that failed or were dropped.
+        objective: The objective.
+        measured: The measured value, in its unit.
+        verdict: Whether it was met; not judged if the run has a flaw.
+        unserved_share: Share of the calls that failed or were dropped.
     """
 
     objective: Objective
@@ -85,7 +85,7 @@ class ObjectiveResult:
 
     @property
     def is_met(self) -> bool:
-        """Whether the promise was kept."""
+        """Whether the objective was met."""
         return self.verdict == "met"
 
     @property
@@ -94,12 +94,12 @@ class ObjectiveResult:
         return "MISSED" if self.verdict == "missed" else self.verdict
 
     def __str__(self) -> str:
-        """Such as ``p99: found 61.2 ms; promised at most 50.0 ms``."""
+        """Such as ``p99: 61.2 ms (objective: at most 50.0 ms)``."""
         bound = "at least" if self.objective.name == "throughput" else "at most"
         found, limit = (self.objective.format(v) for v in (self.measured, self.objective.limit))
         if math.isinf(self.measured):
-            found = f"no answer, as {format_share(self.unserved_share)} of the calls were not served"
-        return f"{self.objective.name}: found {found}; promised {bound} {limit}"
+            found = f"no answer, because {format_share(self.unserved_share)} of the calls were not served"
+        return f"{self.objective.name}: {found} (objective: {bound} {limit})"
 
     def as_dict(self) -> dict[str, Any]:
         """The outcome as JSON; None stands for infinity."""
@@ -113,17 +113,17 @@ class ObjectiveResult:
 
 @dataclass(frozen=True)
 class Slo:
-    """Some promises, all of which must be kept.
+    """Objectives, all of which must be met.
 
     Attributes:
-        objectives: The promises.
+        objectives: The objectives.
     """
 
     objectives: tuple[Objective, ...]
 
     @classmethod
     def parse(cls, text: str) -> Slo:
-        """Reads ``"p99=50ms,errors=0.1%"``; errors must be 0 where it does not name them.
+        """Reads ``"p99=50ms,errors=0.1%"``; errors must be 0 unless it names them.
 
         Raises:
             ValueError: It names something else, a value is not of its unit, or something appears twice.
@@ -140,7 +140,7 @@ class Slo:
         return cls(tuple(found.values()))
 
     def judge(self, result: Result) -> tuple[ObjectiveResult, ...]:
-        """Holds every objective against a run; none is met, or missed, by one that has a flaw."""
+        """Compares a run with every objective; a run that has a flaw neither meets nor misses any."""
         is_judged = not spoiling(result)
         outcomes = []
         for objective in self.objectives:

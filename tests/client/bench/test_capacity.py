@@ -128,12 +128,12 @@ def test_objectives_are_part_of_the_judgement() -> None:
     assert (
         judge(result(0.02), 100, Slo.parse("p50=10ms"))
         .complaints[0]
-        .startswith("p50: found 19.9 ms; promised at most 10.0 ms")
+        .startswith("p50: 19.9 ms (objective: at most 10.0 ms)")
     )
     failing = result(0.02)
     failing.record.intended(GRID.name, 0.0)
     failing.record.failed(GRID.name, 0.0, "QUEUE_FULL")
-    assert judge(failing, 100, UNLIMITED).complaints == ("errors: found 0.05 %; promised at most 0 %",)
+    assert judge(failing, 100, UNLIMITED).complaints == ("errors: 0.05 % (objective: at most 0 %)",)
 
 
 def test_trials_keep_all_of_the_scenario_but_the_rate() -> None:

@@ -84,7 +84,7 @@ def test_failed_dropped_and_late_calls_count() -> None:
             made.record.failed(GRID.name, float(index) / 2, DEADLINE_REASON)
     assert met("errors=1%,deadline_misses=0.5%", made) == {"errors": True, "deadline_misses": True}
     assert met("errors=0.9%,deadline_misses=0.4%", made) == {"errors": False, "deadline_misses": False}
-    assert "errors: found 0.99 %; promised at most 0.9 %" in [
+    assert "errors: 0.99 % (objective: at most 0.9 %)" in [
         str(o) for o in Slo.parse("errors=0.9%").judge(made)
     ]
 
@@ -125,7 +125,7 @@ def test_a_percentile_among_the_answers_is_that_of_its_rank_among_all_calls() ->
     (p89, p90, *_) = Slo.parse("p89=1s,p90.1=1s,errors=100%").judge(made)
     assert p89.measured == pytest.approx(0.01, rel=0.01)
     assert p90.measured == math.inf
-    told = "p90.1: found no answer, as 10 % of the calls were not served; promised at most 1.00 s"
+    told = "p90.1: no answer, because 10 % of the calls were not served (objective: at most 1.00 s)"
     assert str(p90) == told
     assert p90.as_dict() == {"name": "p90.1", "limit": 1.0, "measured": None, "verdict": "missed"}
 
