@@ -1,4 +1,4 @@
-"""Checks results: within tolerance of the reference, or explained by pixel edges."""
+"""Checks that results are within tolerance of the reference, or explained by pixel edges."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Agreement:
-    """What the comparison of a call's results with its reference found.
+    """Outcome of comparing a call's results with its reference.
 
     Attributes:
-        comparisons: By name of the output: with the values that explain the results, else with those of the
-            service's own rule of coordinates.
-        explanation: By which rule the results are right, and how many points lie on the other side of a
-            pixel edge, in words; empty where the service's own rule explains everything, or nothing does.
-        tried: The rules that do not explain results that are wrong, in words; empty where there are none.
+        comparisons: Comparison of each output by name: with the values that explain the results, else with
+            those of the service's own coordinate rule.
+        explanation: By which coordinate rule the results are right, and how many points lie on the other side
+            of a pixel edge, in words; empty if the service's own rule explains everything, or nothing does.
+        tried: The coordinate rules that failed to explain wrong results, in words; empty if there are none.
     """
 
     comparisons: Mapping[str, Comparison]
@@ -44,7 +44,7 @@ class Agreement:
 
     @property
     def wrong(self) -> dict[str, Comparison]:
-        """The comparisons of outputs that are not right."""
+        """The comparisons of wrong outputs."""
         return {name: found for name, found in self.comparisons.items() if not found.ok}
 
     def __str__(self) -> str:
@@ -57,7 +57,7 @@ class Agreement:
 def computed(
     record: OpRecord, inputs: Arrays, attrs: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
 ) -> Golden:
-    """The reference's float64 values of the outputs whose shapes are given by name."""
+    """Computes the reference's float64 values of the outputs whose shapes are given by name."""
     golden = {name: np.empty(shape, np.float64) for name, shape in shapes.items()}
     record.reference(inputs, attrs, golden)
     return golden
@@ -70,14 +70,14 @@ def agreement(
     results: Mapping[str, npt.NDArray[Any]],
     golden: Mapping[str, npt.NDArray[np.float64]] | None = None,
 ) -> Agreement:
-    """Compares results with the reference; where they differ, asks whether a pixel edge explains it.
+    """Compares results with the reference; if they differ, checks whether pixel edges explain it.
 
     Args:
         record: The operator.
         inputs: Operands of a legal call by name, None for null.
         attrs: Attributes by name.
         results: Wanted outputs by name, of any float dtype that `compare` takes.
-        golden: What `computed` gives, where the caller has it already; it is not changed.
+        golden: Result of `computed`, if the caller has it already; it is not changed.
 
     Raises:
         ValueError: As for `compare`.

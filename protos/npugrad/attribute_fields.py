@@ -1,4 +1,4 @@
-"""How attributes lie in messages: plain ones in optional fields, arrays and scalars in messages."""
+"""Encodes and decodes attributes: plain ones in optional fields, arrays and scalars in messages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def decode_attr(record: OpRecord, param: AttrParam, message: Any) -> AttrValue:
     """Reads an attribute from a typed request; None for a null pointer.
 
     Raises:
-        MalformedRequest: It is not set and no pointer, or out of range, too long, or no number of its type.
+        MalformedRequest: It is unset but not a pointer, out of range, too long, or not a number of its type.
     """
     if not message.HasField(param.name):
         if KINDS[param.type].is_pointer:
@@ -84,4 +84,4 @@ _READ: dict[AttrType, Callable[[Any], AttrValue]] = {
     "scalar": _read_scalar,
     "string": _read_string,
 }
-"""How a field of each kind is read whose value protobuf does not check itself."""
+"""Readers of the kinds whose values protobuf does not check itself."""

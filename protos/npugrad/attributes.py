@@ -44,7 +44,7 @@ class Scalar:
     content: bytes
 
     def __init__(self, dtype: DType | str, value: bool | int | float) -> None:
-        """Makes it; see the class for errors.
+        """Creates the scalar; see the class for errors.
 
         Args:
             dtype: Type.
@@ -55,10 +55,10 @@ class Scalar:
 
     @classmethod
     def of_content(cls, dtype: DType, content: bytes) -> Scalar:
-        """The scalar of these bits.
+        """Returns the scalar with these bytes.
 
         Raises:
-            ValueError: They are not one number of the type, or its data does not travel.
+            ValueError: They are not one number of the type, or data of the type is never sent.
         """
         made = object.__new__(cls)
         if not dtype.has_data:
@@ -100,9 +100,8 @@ class AttrKind:
     Attributes:
         c_type: Its type in C, without const.
         annotation: Its type in Python.
-        expected: What a message says that it expected.
-        convert: Makes the value from what a caller gave; TypeError, ValueError or OverflowError where it is
-            none.
+        expected: What error messages say was expected.
+        convert: Converts a caller's value; raises TypeError, ValueError or OverflowError if it is invalid.
         is_pointer: Whether it may be null.
     """
 
@@ -130,14 +129,14 @@ def _content(dtype: DType, value: Any) -> bytes:
 
 
 def _integer(value: Any) -> int:
-    if isinstance(value, (bool, np.bool_)):  # NumPy before 2.3 gives its own an __index__
+    if isinstance(value, (bool, np.bool_)):  # NumPy before 2.3 gives its bool an __index__
         raise TypeError("a bool is no integer")
     return index(value)
 
 
 def _within(lowest: int, highest: int) -> Callable[[Any], int]:
     def convert(value: Any) -> int:
-        number: int = value if value.__class__ is int else _integer(value)  # most are; every call comes here
+        number: int = value if value.__class__ is int else _integer(value)  # the fast path of every call
         if lowest <= number <= highest:
             return number
         raise OverflowError(f"outside {lowest} to {highest}")
@@ -183,7 +182,7 @@ def _int64_array(value: Any) -> tuple[int, ...]:
 def _float_array(value: Any) -> tuple[float, ...]:
     numbers = [_double(v) for v in _entries(value)]
     form = f"<{len(numbers)}f"
-    return struct.unpack(form, struct.pack(form, *numbers))  # OverflowError where float32 has none near
+    return struct.unpack(form, struct.pack(form, *numbers))  # OverflowError beyond the range of float32
 
 
 def _scalar(value: Any) -> Scalar:
@@ -200,11 +199,11 @@ def _scalar(value: Any) -> Scalar:
 
 
 def string(value: Any) -> str:
-    """A string attribute.
+    """Checks a string attribute and returns it.
 
     Raises:
         TypeError: It is not a string.
-        ValueError: It has a NUL, is no Unicode, or is too long.
+        ValueError: It contains a NUL, is not valid Unicode, or is too long.
     """
     if not isinstance(value, str):
         raise TypeError("not a text")
@@ -260,12 +259,12 @@ KINDS: Mapping[AttrType, AttrKind] = {
 
 
 def attrs_to_json(attrs: Mapping[str, AttrValue]) -> dict[str, Any]:
-    """Attributes by name as JSON has them; a NaN keeps its sign and payload, of which JSON knows nothing."""
+    """Converts attributes to JSON values; a NaN keeps its sign and payload, which JSON lacks."""
     return {name: _to_json(value) for name, value in attrs.items()}
 
 
 def attrs_from_json(found: Mapping[str, Any]) -> dict[str, AttrValue]:
-    """Reads what `attrs_to_json` made."""
+    """Restores attributes from the result of `attrs_to_json`."""
     return {name: _from_json(value) for name, value in found.items()}
 
 

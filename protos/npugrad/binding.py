@@ -1,4 +1,4 @@
-"""torch_npu's own binding of an operator, which serves to compare results."""
+"""torch_npu's binding of an operator, for comparing results."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class TorchBinding:
         path: Its name below `torch.ops`.
         positional: Positional arguments, as names in the record.
         keyword: Keyword arguments, as names in the record.
-        takes: Whether it passes a legal call on unchanged, which some bindings do not.
+        takes: Whether it passes a legal call on unchanged; some bindings do not.
     """
 
     path: str

@@ -1,7 +1,7 @@
-"""How much there is to parse in a message: everything but the bytes of contents, which are taken as they are.
+"""Limits what protobuf has to parse in a message: all but the bytes of contents, which are taken as they are.
 
-protobuf makes an object of each number, and reads each field, in one go: four MiB of them take it longer than
-an event loop may be held. So a message is looked at before, if it is large enough to matter.
+Protobuf reads all fields in one go and makes an object of each number: for four MiB of them it would block an
+event loop too long. So messages that are large enough to matter are scanned first.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ if TYPE_CHECKING:
     M = TypeVar("M", bound=Message)
 
 MAX_PARSED_BYTES = 64 * 1024
-"""Most bytes of a message besides contents: some milliseconds. The largest calls have a few thousand."""
+"""Maximum bytes of a message besides contents: some milliseconds. The largest calls have a few thousand."""
 MAX_FIELDS = 4096
-"""Most fields of a larger message; the largest calls have some hundred."""
+"""Maximum number of fields of a larger message; the largest calls have some hundred."""
 _FIXED = {1: 8, 5: 4}
-"""Lengths of the wire types that have one."""
+"""Lengths of the wire types of fixed length."""
 
 
 class MessageTooBulky(DecodeError):
-    """A message with more to parse than there is in any call."""
+    """A message has more to parse than any call."""
 
 
 def bounded_parser(message: type[M]) -> Callable[[bytes], M]:
-    """Protobuf's parser of a message, for bytes from anybody.
+    """Returns protobuf's parser of a message, for untrusted bytes.
 
     Returns:
         A function from bytes to the message; it raises `DecodeError` as protobuf does, and `MessageTooBulky`
@@ -53,7 +53,7 @@ def bounded_parser(message: type[M]) -> Callable[[bytes], M]:
 
     def bounded(data: bytes) -> M:
         if len(data) > MAX_PARSED_BYTES:
-            with suppress(IndexError):  # cut short, or no number: protobuf comes no further
+            with suppress(IndexError):  # truncated, or not a number: protobuf fails there too
                 _Walk(data).over(contents, 0, len(data))
         return parse(data)
 
@@ -61,7 +61,7 @@ def bounded_parser(message: type[M]) -> Callable[[bytes], M]:
 
 
 class _Within(dict[int, "_Within | None"]):
-    """Fields of a message that have a length, by number: None for contents; others are not in it."""
+    """The message and bytes fields of a message, by number; None for bytes, which are contents."""
 
 
 def _contents(descriptor: Descriptor, known: dict[str, _Within]) -> _Within:
@@ -77,13 +77,13 @@ def _contents(descriptor: Descriptor, known: dict[str, _Within]) -> _Within:
 
 
 class _Walk:
-    """Goes through a message, and ends early where there is more than it may have."""
+    """Scans a message, and stops early if it exceeds the limits."""
 
     def __init__(self, data: bytes) -> None:
         self._data, self._parsed_bytes, self._fields = data, 0, 0
 
     def over(self, within: _Within, at: int, end: int) -> None:
-        """Counts what lies between two places; raises MessageTooBulky where it is too much."""
+        """Counts bytes and fields between two offsets; raises MessageTooBulky if there are too many."""
         while at < end:
             at = self._field(within, at)
 
@@ -109,7 +109,7 @@ class _Walk:
         return at
 
     def _varint(self, at: int) -> tuple[int, int]:
-        """A number and what is behind it; not in its fewest bytes either, as protobuf takes it."""
+        """A number and the offset after it; not necessarily in its fewest bytes, as protobuf accepts it."""
         value = 0
         for shift in range(0, 7 * MAX_VARINT_BYTES, 7):
             byte = self._data[at]

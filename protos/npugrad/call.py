@@ -1,4 +1,4 @@
-"""What accompanies a call besides its operands, independent of the wire format."""
+"""Options and execution info of a call, independent of the wire format."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ class ExecutionInfo:
         return None if self.recorded is None else self.recorded.timeline()
 
     def __repr__(self) -> str:
-        """Device, product and stages, and what is not usual; the attributes have all."""
+        """Device, product, stages and anything unusual; the attributes have everything."""
         simulated = ", simulated" if self.simulated else ""
         stages = ", ".join(
             f"{name.removesuffix('_s').replace('_', ' ')} {getattr(self, name) * 1e3:.1f}" for name in _STAGES
@@ -180,14 +180,14 @@ class ExecutionInfo:
         return in_lines("ExecutionInfo", parts)
 
     def _repr_html_(self) -> str:
-        """A table of the fields, for notebooks; the timeline's as well where the call has one."""
+        """A table of the fields for notebooks, followed by the timeline if the call has one."""
         rows = [(each.name, _cell(getattr(self, each.name))) for each in fields(self)]
         table = html_table("ExecutionInfo", ("field", "value"), [row for row in rows if row[1]])
         timeline = self.timeline
         return table if timeline is None else f"{table}\n{timeline._repr_html_()}"
 
     def note(self, recorded: Recorded | None) -> ExecutionInfo:
-        """Attaches what was measured; returns self."""
+        """Attaches the measurements of the call; returns self."""
         object.__setattr__(self, "recorded", recorded)
         return self
 
@@ -196,7 +196,7 @@ _STAGES = ("queued_s", "copy_in_s", "run_s", "copy_out_s")
 
 
 def _cell(value: object) -> str:
-    """A field as text; empty for one that says nothing."""
+    """A field as text; empty if its value is zero or empty."""
     if isinstance(value, float):
         return f"{value:.6g}" if value else ""
     return "; ".join(map(str, value)) if isinstance(value, tuple) else str(value or "")

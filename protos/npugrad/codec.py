@@ -1,7 +1,7 @@
-"""Between messages and calls: the only place that knows how a record's names lie on the wire.
+"""Converts between messages and calls: the only place that maps a record's names to the wire.
 
-Decoding checks wire integrity alone (types known, sizes and strides sane, attributes present); the
-documented constraints come next, and the lengths of contents last (`check_contents`).
+Decoding checks only wire integrity (known types, sane sizes and strides, attributes present); the documented
+constraints are checked next, and the lengths of contents last (`check_contents`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from npugrad.v1 import operators_pb2, tensor_pb2
 
 MAX_MESSAGE_BYTES = 2**31 - 1
-"""Largest message either side takes; unlimited would let a length wrap at 2^32."""
+"""Largest message that either side accepts; without a limit a length could wrap at 2^32."""
 CHUNK_BYTES = 2**20
 """Recommended length of a chunk."""
 MAX_CHUNK_BYTES = 4 * 2**20
@@ -46,9 +46,9 @@ class WireContent:
     """Content of one operand as a message carries it.
 
     Attributes:
-        nbytes: Its length; what was announced, when it follows in chunks; what a recipe makes.
-        data: The bytes; None when they follow in chunks or are made from a recipe.
-        recipe: What makes it on the server; None when it travels.
+        nbytes: Its length; the announced one if it follows in chunks, the generated one for a recipe.
+        data: The bytes; None if they follow in chunks or are generated from a recipe.
+        recipe: Recipe from which the server generates it; None if it is sent.
     """
 
     nbytes: int
@@ -57,7 +57,7 @@ class WireContent:
 
     @property
     def follows(self) -> bool:
-        """Whether it comes in chunks."""
+        """Whether it follows in chunks."""
         return self.data is None and self.recipe is None
 
 
@@ -69,8 +69,8 @@ class WireCall:
         record: Its operator.
         call: Metas and attributes.
         options: Options.
-        contents: Content of each operand that is not null and has one.
-        unsupported: Operands whose content is of a kind no server takes yet, with the kind.
+        contents: Content of each operand that has one and is not null.
+        unsupported: Kind of content by operand, for kinds that no server supports yet.
     """
 
     record: OpRecord
@@ -93,7 +93,7 @@ def decode_request(record: OpRecord, message: Any, product: Product) -> WireCall
 
     Raises:
         MalformedTensor: Unknown type or format, negative sizes, bad strides, sizes beyond int64.
-        MalformedRequest: A forgotten attribute or a bad option.
+        MalformedRequest: A missing attribute or an invalid option.
     """
     inputs: dict[str, TensorMeta | None] = {}
     contents: dict[str, WireContent] = {}
@@ -125,8 +125,8 @@ def decode_request(record: OpRecord, message: Any, product: Product) -> WireCall
 
 
 def decode_recipe(message: tensor_pb2.Recipe, meta: TensorMeta) -> Recipe:
-    """Decodes a recipe; whether anything can be made from it is left to `check_contents`."""
-    # One more than any generator has is enough to see that there are too many.
+    """Decodes a recipe; `check_contents` checks whether it is valid."""
+    # One more than any generator has is enough to detect that there are too many.
     parameters = tuple(message.parameters[: MAX_PARAMETERS + 1])
     draw = Draw(message.generator, parameters, message.repeat or 1)
     return Recipe.of(draw, meta, message.seed, message.digest[: DIGEST_BYTES + 1])
@@ -159,8 +159,8 @@ def check_contents(wire: WireCall, *, chunked: bool) -> None:
         chunked: Whether chunks may follow (Execute) or not (unary).
 
     Raises:
-        MalformedTensor: A content is missing, too short or too long, or announced where none can follow.
-        InvalidRecipe: RECIPE_INVALID: a recipe from which nothing can be made.
+        MalformedTensor: A content is missing, too short or too long, or announced where no chunks follow.
+        InvalidRecipe: RECIPE_INVALID: a recipe from which nothing can be generated.
         RequestError: CONTENT_UNSUPPORTED: shared memory.
     """
     for name, meta in wire.call.inputs.items():
@@ -218,13 +218,13 @@ def encode_request(
 
     Args:
         wire_metas: Meta of each input, None for null.
-        contents: Content, or recipe for it, of each input that is not null; none to validate without data.
+        contents: Content or recipe of each input that is not null; empty to validate without data.
         record: The operator.
         attrs: Every attribute in its wire type, as `make_call` returns them.
         outputs: Declared outputs, None for null.
         options: Options of the call.
-        chunk_from_bytes: Contents of at least this length are announced instead of carried; None carries all.
-        registry: Where the operator's message is.
+        chunk_from_bytes: Contents of at least this length are announced for chunks; None sends all inline.
+        registry: Registry with the operator's message.
 
     Returns:
         The message, and (parameter index, content) of each announced operand in order.
@@ -261,7 +261,7 @@ def _set_content(tensor: tensor_pb2.Tensor, data: memoryview, chunk_from_bytes: 
 
 
 def encode_recipe(recipe: Recipe, message: tensor_pb2.Recipe) -> None:
-    """Writes a recipe into a message, its meta apart."""
+    """Writes a recipe, without its meta, into a message."""
     message.generator, message.seed, message.digest = recipe.draw.generator, recipe.seed, recipe.digest
     message.parameters.extend(recipe.draw.parameters)
     if recipe.draw.repeat != 1:
@@ -286,8 +286,8 @@ class WireResult:
 
     Attributes:
         metas: Meta of each output; None for masked-out ones.
-        contents: Content of each output that is there.
-        info: What produced it.
+        contents: Content of each output that is not masked out.
+        info: Execution info.
     """
 
     metas: Mapping[str, TensorMeta | None]
@@ -320,7 +320,7 @@ def encode_response(
 
 
 def decode_response(record: OpRecord, message: Any, recorded: Recorded | None = None) -> WireResult:
-    """Decodes a typed response; raises MalformedTensor when the server's answer is not sane."""
+    """Decodes a typed response; raises MalformedTensor if it is inconsistent."""
     metas: dict[str, TensorMeta | None] = {}
     contents: dict[str, WireContent] = {}
     for param in record.outputs:
@@ -354,17 +354,17 @@ def unwrap(
 ) -> tuple[OpRecord, Any]:
     """The operator and typed message of a header.
 
-    Errors name the RPC and the field that has the header, `field`.
+    `field` names the RPC and the field of the header in errors.
 
     Raises:
-        MalformedRequest: It has no call.
-        UnsupportedOperator: OPERATOR_UNSUPPORTED. Its call is of an operator that this side does not know, as
-            a client sends it that is newer than the server.
+        MalformedRequest: The header has no call.
+        UnsupportedOperator: OPERATOR_UNSUPPORTED. This side does not know the operator of the call, for
+            instance because the client is newer than the server.
     """
     name = header.WhichOneof("call")
     if name is not None:
         return registry.records[name], getattr(header, name)
     expected = f"expected one of {', '.join(registry.records)}"
-    if header.ByteSize():  # a header has nothing but calls: this is one of a later release
+    if header.ByteSize():  # a header has nothing but a call: one of a later release
         raise UnsupportedOperator(f"{field}: found a call of an unknown operator; {expected}")
     raise MalformedRequest(f"{field}: found no call; {expected}")

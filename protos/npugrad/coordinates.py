@@ -1,8 +1,8 @@
 """Converts coordinates to positions in pixels, by named rules.
 
-Kernels compute positions in float32, each with formulas and an order of its own. Where rounding carries a
-point over a pixel's edge the gradient of its coordinate jumps, so a result can only be judged by the rule
-that it was computed by. With `u = fl(x + 1)`, S the size of the axis and fl a rounding to float32:
+Kernels compute positions in float32, each with its own formulas and order of operations. If rounding moves a
+point across a pixel edge, the gradient of its coordinate jumps, so a result can only be judged by the rule by
+which it was computed. With `u = fl(x + 1)`, S the size of the axis and fl a rounding to float32:
 
     rule            operators       align_corners           otherwise
     torch           images          fl(u * fl((S-1)/2))     fl(u * S/2 - 0.5), fused
@@ -16,12 +16,12 @@ that it was computed by. With `u = fl(x + 1)`, S the size of the axis and fl a r
 Images are sampled by grid_sampler_2d_backward, volumes by grid_sampler_3d_backward; attention is
 multi_scale_deformable_attention_grad. Sources: PyTorch's GridSamplerKernel.cpp (`ComputeLocation`, images)
 and GridSampler.h (volumes), as built for AVX2 and AVX-512; the vendor's grid_sampler2_d_grad.h and
-grid_sampler3_d_grad.h for Atlas A2 and A3; mmcv's and the vendor's kernels of attention, which are alike.
+grid_sampler3_d_grad.h for Atlas A2 and A3; mmcv's and the vendor's attention kernels, which agree.
 
 Padding follows the same kernels. Border clips to [0, S-1]; the bounds themselves have slope 0. Reflection
 folds at the outer edges of the outer pixels, with align_corners at their centres, and then clips:
 
-    torch, images   the rest by twice the span, fused (unfused in torch-unfused), then the shorter way
+    torch, images   remainder by twice the span, fused (unfused in torch-unfused), then the shorter way
     vendor-a2       k = floor(fl(distance * fl(1/span))), rest = fl(distance - fl(k*span))
     others          rest = fmod(distance, span), backwards where floor(fl(distance/span)) is odd
 """
@@ -42,9 +42,9 @@ Array: TypeAlias = npt.NDArray[Any]
 Float64Array: TypeAlias = npt.NDArray[np.float64]
 
 _ZEROS, _REFLECTION = 0, 2  # padding_mode; 1 is border
-_FAR_OUTSIDE = -100.0  # the position given to a point that has none; no sample has corners around it
-_POSITIONS = 2.0**31  # positions from here on count as none
-_EXACT = 2.0**52  # from here on a float64 has no halves
+_FAR_OUTSIDE = -100.0  # given to points that have no position; no sample has corners around it
+_POSITIONS = 2.0**31  # positions of this magnitude or more count as none
+_EXACT = 2.0**52  # from here on float64 has no halves
 
 
 class CoordinateRule(str, Enum):
@@ -75,22 +75,22 @@ GRID_2D_RULES = (
     CoordinateRule.VENDOR_950,
     CoordinateRule.FLOAT64,
 )
-"""Rules of images, that of the service first."""
+"""Rules of images, the service's own first."""
 GRID_3D_RULES = (CoordinateRule.TORCH, CoordinateRule.VENDOR_A2, CoordinateRule.FLOAT64)
-"""Rules of volumes, that of the service first."""
+"""Rules of volumes, the service's own first."""
 ATTENTION_RULES = (CoordinateRule.MMCV, CoordinateRule.FLOAT64)
-"""Rules of deformable attention, that of the service first."""
+"""Rules of deformable attention, the service's own first."""
 
 
 def widened(coordinates: Array, rule: CoordinateRule) -> Array:
-    """A copy in the type that a rule computes in.
+    """Copies coordinates to the type in which a rule computes.
 
     Args:
         coordinates: Of any float dtype, shape and strides.
         rule: The rule.
 
     Returns:
-        C-contiguous; float64 for that rule and where the coordinates are float64, else float32.
+        A C-contiguous copy: float64 for that rule and for float64 coordinates, else float32.
     """
     is_double = rule is CoordinateRule.FLOAT64 or coordinates.dtype == np.float64
     return np.array(coordinates, dtype=np.float64 if is_double else np.float32, order="C")
@@ -99,15 +99,15 @@ def widened(coordinates: Array, rule: CoordinateRule) -> Array:
 def attention_pixels(
     location: Array, size: Array, rule: CoordinateRule = CoordinateRule.MMCV
 ) -> Float64Array:
-    """Turn locations of deformable attention into pixels of their level.
+    """Converts locations of deformable attention to pixels of their level.
 
     Args:
         location: In units of the level's size; any float dtype.
         size: Pixels of the level along that axis, whole numbers that broadcast to the locations.
-        rule: One of `ATTENTION_RULES`; of no effect on locations in float64.
+        rule: One of `ATTENTION_RULES`; no effect on float64 locations.
 
     Returns:
-        Pixels, 0 the centre of the first one; shaped like `location`.
+        Pixels, with 0 at the centre of the first one; shaped like `location`.
     """
     _check(rule, ATTENTION_RULES)
     location = widened(location, rule)
@@ -118,13 +118,13 @@ def attention_pixels(
 
 @dataclass(frozen=True)
 class GridAxis:
-    """One spatial axis of what a grid samples.
+    """One spatial axis of the images or volumes that a grid samples.
 
     Attributes:
-        size: Its corners.
+        size: Number of pixels along it.
         padding_mode: 0 zeros, 1 border or 2 reflection.
         align_corners: Whether -1 and 1 are the centres of the outer corners, or their outer edges.
-        axes: Spatial axes in all: 2 or 3.
+        axes: Number of spatial axes: 2 or 3.
     """
 
     size: int
@@ -134,17 +134,17 @@ class GridAxis:
 
     @property
     def rules(self) -> tuple[CoordinateRule, ...]:
-        """Rules that there are, that of the service first."""
+        """Rules that apply, the service's own first."""
         return GRID_2D_RULES if self.axes == 2 else GRID_3D_RULES
 
     def locate(
         self, coordinates: Array, rule: CoordinateRule = CoordinateRule.TORCH
     ) -> tuple[Float64Array, Float64Array]:
-        """Turn normalised coordinates into positions, and their derivatives by the coordinate.
+        """Converts normalised coordinates to positions and their derivatives by the coordinate.
 
         Args:
             coordinates: Any float dtype; -1 to 1 is inside.
-            rule: One of `rules`; of no effect on coordinates in float64.
+            rule: One of `rules`; no effect on float64 coordinates.
 
         Returns:
             Positions, -100 for a point that has none, and slopes; shaped like `coordinates`.
@@ -174,15 +174,15 @@ class GridAxis:
         return np.where(is_addressable, position.astype(np.float64), _FAR_OUTSIDE), slope
 
     def _span(self, number: Callable[[float], Any]) -> Any:
-        """Positions from coordinate -1 to 1."""
+        """Distance in positions from coordinate -1 to 1."""
         return number(self.size - 1 if self.align_corners else self.size)
 
     def _is_vectorised(self, rule: CoordinateRule) -> bool:
-        """Whether the rule is that of PyTorch's kernels for images, which are written apart."""
+        """Whether the rule is that of PyTorch's vectorised kernels for images."""
         return self.axes == 2 and rule in (CoordinateRule.TORCH, CoordinateRule.TORCH_UNFUSED)
 
     def _position(self, u: Array, rule: CoordinateRule) -> Array:
-        """Positions before padding, of coordinates that 1 was added to."""
+        """Positions before padding, from coordinates plus 1."""
         number = u.dtype.type
         span = self._span(number)
         position: Array
@@ -194,13 +194,13 @@ class GridAxis:
             position = u * (span / number(2)) - number(0.5)
         else:
             product = u.astype(np.float64) * (float(span) / 2)  # exact
-            # Where a float64 has no halves, the next one below rounds as the exact difference does.
+            # Where float64 has no halves, the next number below rounds like the exact difference.
             is_near = np.abs(product) < _EXACT
             position = np.where(is_near, product - 0.5, np.nextafter(product, -np.inf)).astype(number)
         return position
 
     def _reflected(self, position: Array, rule: CoordinateRule) -> tuple[Array, Array]:
-        """Positions folded back at both ends; also the factor +1, -1 or 0 on their derivatives."""
+        """Positions folded back at both ends, and the factor +1, -1 or 0 of their derivatives."""
         number = position.dtype.type
         low, span = number(0 if self.align_corners else -0.5), self._span(number)
         if span == 0:
@@ -220,15 +220,15 @@ def _check(rule: CoordinateRule, known: tuple[CoordinateRule, ...]) -> None:
 
 
 def _fold_by_rest(distance: Array, span: Any) -> tuple[Array, Array]:
-    """Folds distances from the lower end, and tells which run backwards."""
+    """Folds distances from the lower end; returns them and which of them run backwards."""
     rest = np.fmod(distance, span)
     is_backward = np.fmod(np.floor(distance / span), 2) == 1
     return np.where(is_backward, span - rest, rest), is_backward
 
 
 def _fold_by_reciprocal(distance: Array, span: Any) -> tuple[Array, Array]:
-    """The same; `span` is of the type of the distances, here float32."""
-    # Cast to int32 and back, which is where the largest quotients stay.
+    """The same, multiplying by the reciprocal; `span` has the type of the distances, here float32."""
+    # The kernel casts to int32 and back, where the largest quotients saturate.
     folds = np.minimum(np.floor(distance * (type(span)(1) / span)), distance.dtype.type(_POSITIONS))
     rest = distance - folds * span
     is_backward = np.fmod(folds, 2) == 1
@@ -236,15 +236,15 @@ def _fold_by_reciprocal(distance: Array, span: Any) -> tuple[Array, Array]:
 
 
 def _fold_unfused(distance: Array, span: Any) -> tuple[Array, Array]:
-    """The same by twice the span, every operation rounded."""
+    """The same modulo twice the span, every operation rounded."""
     turns = np.trunc(distance / (span + span))
     return _shorter(distance - turns * (span + span), span)
 
 
 def _fold_fused(distance: Array, span: Any) -> tuple[Array, Array]:
-    """The same with the rest of the division in one operation."""
+    """The same with the remainder of the division in one operation."""
     turns = np.trunc(distance / (span + span))
-    # Exact in float64, because it cancels: then one rounding.
+    # Exact in float64, because it cancels; rounded once below.
     rest = distance.astype(np.float64) - turns.astype(np.float64) * float(span + span)
     return _shorter(rest.astype(distance.dtype), span)
 

@@ -83,7 +83,7 @@ class DType(str, Enum):
 
 
 DATA_DTYPES: tuple[DType, ...] = tuple(d for d in DType if d.has_data)
-"""The types whose data travels."""
+"""The types whose data can be sent."""
 
 _NUMPY: dict[DType, np.dtype[Any]] = {
     d: np.dtype(ml_dtypes.bfloat16) if d is DType.BFLOAT16 else np.dtype(d.value).newbyteorder("<")

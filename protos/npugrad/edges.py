@@ -1,4 +1,4 @@
-"""Small calls at the edges of an operator: nothing to compute, odd memory, no numbers, and ties."""
+"""Small edge cases of an operator: nothing to compute, unusual layouts, non-finite values, and ties."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _LARGE_BYTES = 2**17
 
 @dataclass(frozen=True)
 class Edge:
-    """A legal call where results are easily wrong.
+    """A legal call whose results are easily wrong.
 
     Attributes:
         kind: What is odd about it: a size of 0, strides, one value that is not finite, or operands on ties,
             where a gradient jumps. (Calls that fill a device are `Workloads.huge`.)
-        name: For a person.
+        name: Name for display.
         call: The call.
-        make: Makes its operands, contiguous.
+        make: Creates its operands, contiguous.
     """
 
     kind: Literal["empty", "strided", "non-finite", "ties"]
@@ -44,18 +44,18 @@ class Edge:
 
 
 def edges(record: OpRecord, dtype: DType, product: Product = Product.ATLAS_A2) -> Iterator[Edge]:
-    """The edges of an operator.
+    """Yields the edge cases of an operator.
 
     Args:
         record: The operator.
-        dtype: Type of its first operand; empty and strided calls have that of their samples.
-        product: Product of the calls, which has the operator.
+        dtype: Type of its first operand; empty and strided calls keep that of their samples.
+        product: Product of the calls; it must have the operator.
     """
     yield from _of_samples(record, product)
     tiny = record.build(dtype=dtype, product=product, **record.workloads.named["tiny"].sizes)
     floats = [name for name, meta in tiny.inputs.items() if meta is not None and "float" in meta.dtype]
     for index, name in enumerate(floats):
-        # Each value in turn where the reference takes its time.
+        # Where the reference is slow, only one value, in turn.
         values = NOT_FINITE if tiny.tensor(name).nbytes < _LARGE_BYTES else (NOT_FINITE[index % 3],)
         for value in values:
             yield Edge("non-finite", f"{name} {value}", tiny, _with_value(record, tiny, name, value))

@@ -46,7 +46,7 @@ _INVALID, _INTERNAL, _PRECONDITION = "INVALID_ARGUMENT", "INTERNAL", "FAILED_PRE
 
 
 def _inner(code: int, name: str, sentence: str, grpc_status: str = _INTERNAL) -> ErrorRow:
-    """A number that only a device returns; a missing operator has the reason OPERATOR_UNSUPPORTED."""
+    """A code that only a device returns; a missing operator has the reason OPERATOR_UNSUPPORTED."""
     return ErrorRow(f"ACLNN_ERR_INNER{name}", code, grpc_status, False, sentence, grpc_status)
 
 

@@ -89,7 +89,7 @@ UNARY_LIMIT_HINT = "in a unary call, use Execute"
 """End of a `CallTooLarge` message about the size of one message: the call may fit when streamed."""
 
 _SHOWN_CHARACTERS = 200
-"""Of a message, in the `repr` of an error."""
+"""Characters of a message that the `repr` of an error shows."""
 
 
 class NpugradError(Exception):
@@ -128,7 +128,7 @@ class NpugradError(Exception):
         self.request_id = request_id
 
     def __repr__(self) -> str:
-        """Class, message and reason; the beginning of a long message, which `str` has in full."""
+        """Class, message and reason; a long message is truncated, `str` has it in full."""
         return f"{type(self).__name__}({shortened(str(self), _SHOWN_CHARACTERS)!r}, reason={self.reason!r})"
 
     @property

@@ -1,9 +1,8 @@
-"""Frames of a streamed call as bytes: chunks by hand, everything else by protobuf.
+"""Encodes and decodes frames of a streamed call: chunks by hand, everything else by protobuf.
 
-protobuf copies the data of a chunk into a message, once more into the frame around it and once more into
-bytes, and as often on the way back. Here a chunk is copied once on its way out and not at all on its way in.
-Bytes that are not plainly a chunk are left to protobuf's own parser, so that no frame means anything else
-here than there.
+Protobuf copies the data of a chunk into a message, into the frame around it and into bytes, and as often when
+decoding. Here a chunk is copied once when sent and not at all when received. Bytes that are not plainly a
+chunk are left to protobuf's parser, so that every frame means the same here and there.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 
     from google.protobuf.message import Message
 
-# Requests and replies, and those of any registry, number their chunks alike: tests/contract/test_frames.py.
+# The frames of every registry number their chunk fields alike: tests/contract/test_frames.py.
 _CHUNK = tag(backward_pb2.ExecuteRequest.CHUNK_FIELD_NUMBER, LENGTH_DELIMITED)
 _OPERAND = tag(backward_pb2.Chunk.OPERAND_FIELD_NUMBER, VARINT)
 _OFFSET = tag(backward_pb2.Chunk.OFFSET_FIELD_NUMBER, VARINT)
@@ -31,7 +30,7 @@ class Chunk(NamedTuple):
     Attributes:
         operand: Index of its parameter in the C signature, below 2**32.
         offset: First byte of the piece in the content, below 2**64.
-        data: The piece; a view must be one of single bytes, and keeps alive what it is a view of.
+        data: The piece; a view must be of single bytes, and keeps the viewed object alive.
     """
 
     operand: int
@@ -40,7 +39,7 @@ class Chunk(NamedTuple):
 
 
 def encode_chunk(chunk: Chunk) -> bytes:
-    """The frame that carries a chunk: the bytes that protobuf makes of an `ExecuteRequest` or a reply."""
+    """Encodes a chunk as the frame that protobuf would write for an `ExecuteRequest` or a reply."""
     operand, offset, data = chunk
     nbytes = len(data)
     head = bytearray()
@@ -52,15 +51,15 @@ def encode_chunk(chunk: Chunk) -> bytes:
 
 
 def encode_header(frame: Any, operator: str, message: bytes) -> bytes:
-    """The frame that opens a stream, with a request or a response that is serialized already.
+    """Encodes the first frame of a stream from a serialized request or response.
 
     Args:
         frame: The frame's message, which has a field `header` with a oneof `call`.
-        operator: Name of the operator, and of its field there.
+        operator: Name of the operator, and of its field in `call`.
         message: The serialized request or response.
 
     Returns:
-        The bytes that protobuf makes of the frame.
+        The bytes that protobuf would write for the frame.
 
     Example:
         >>> from npugrad.v1.backward_pb2 import ExecuteResponse
@@ -76,7 +75,7 @@ def encode_header(frame: Any, operator: str, message: bytes) -> bytes:
 
 
 def encode_frame(frame: Chunk | Message | bytes) -> bytes:
-    """The bytes of a frame; of one that is serialized already, those that it is."""
+    """Encodes a frame; a serialized one is returned unchanged."""
     if isinstance(frame, bytes):
         return frame
     return encode_chunk(frame) if isinstance(frame, Chunk) else frame.SerializeToString()
@@ -85,11 +84,11 @@ def encode_frame(frame: Chunk | Message | bytes) -> bytes:
 def frame_decoder(
     message: type[Message], parse: Callable[[bytes], Message] | None = None
 ) -> Callable[[bytes], Any]:
-    """A parser of frames.
+    """Returns a parser of frames.
 
     Args:
         message: The frame's message, which has a oneof `frame` with a field `chunk`.
-        parse: Parses it in protobuf's place.
+        parse: Parses it instead of protobuf.
 
     Returns:
         A function from bytes to a `Chunk` if they are one, else to the message; it raises
@@ -110,7 +109,7 @@ def frame_decoder(
 
 
 def _plain_chunk(data: bytes) -> Chunk | None:
-    """A chunk whose fields come once each, and nothing else; None where protobuf has to say what it is."""
+    """Decodes a chunk without repeated or other fields; None if protobuf has to parse the bytes."""
     if not data or data[0] != _CHUNK:
         return None
     operand: int | None = None

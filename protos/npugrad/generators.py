@@ -1,14 +1,14 @@
-"""Numbers from a counter, for operands that a server makes itself: the same bits on every machine.
+"""Counter-based random numbers for operands that a server generates: the same bits on every machine.
 
-A *draw* is a function of seed and position alone, so that any part of a content can be made by itself.
-The draws of a content are cut into tiles of `TILE_WORDS` 32-bit words. SplitMix64 turns seed and number of a
-tile into two keys; word j of the tile is a hash of j and the keys: three rounds of xor-shift and odd
-multiplication, the keys added before the first and before the last one. Types of more than two bytes take a
-word a draw; the smaller ones take half a word, low half first, and look their value up in a table of 65536.
+A *draw* is a function of seed and position only, so that any part of a content can be generated separately.
+The draws of a content are cut into tiles of `TILE_WORDS` 32-bit words. SplitMix64 turns the seed and the
+number of a tile into two keys; word j of the tile is a hash of j and the keys: three rounds of xor-shift and
+odd multiplication, with the keys added before the first and before the last one. Types of more than two bytes
+use one word per draw; smaller ones use half a word, low half first, to index a table of 65536 values.
 
-Only integer operations, and IEEE 754 single-precision operations that NumPy rounds one by one, lead from a
-word to a value: no logarithm and no sine, whose last bits differ between libraries. Golden digests in the
-tests freeze all of it.
+Words become values only by integer operations and by IEEE 754 single-precision operations that NumPy rounds
+one by one: no logarithm and no sine, whose last bits differ between libraries. Golden digests in the tests
+pin all of it.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ Words = npt.NDArray[np.uint32]
 Floats = npt.NDArray[np.float32]
 
 TILE_WORDS = 2**14
-"""Words that share keys; what one tile takes stays in a core's cache."""
+"""Number of words that share keys; one tile fits a core's cache."""
 MAX_REPEAT = 2**32 - 1
-"""Most times that one value can stand in a row."""
+"""Maximum number of times that a value can be repeated in a row."""
 
 _MASK64 = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _ROUNDS = ((17, 0xED5AD4BB), (11, 0xAC4C1B51), (15, 0x31848BAB))
 _LAST_SHIFT = 14
 _FLOATS = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16, DType.FLOAT64)
-# The quantile of the normal distribution at (1 + u) / 2, about: u (a + b u^2 + c u^4) / (1 - d u^2).
+# Approximate quantile of the normal distribution at (1 + u) / 2: u (a + b u^2 + c u^4) / (1 - d u^2).
 _NORMAL_A, _NORMAL_B, _NORMAL_C, _NORMAL_D = (
     np.float32(value) for value in (1.1983621, -0.58846885, -0.50403205, 0.9678839)
 )
@@ -51,12 +51,12 @@ _EXACT = 2**53
 
 @dataclass(frozen=True)
 class Draw:
-    """What is drawn, without how much of it.
+    """A distribution to draw from, without the number of values.
 
     Attributes:
         generator: Name of a row of `GENERATORS`.
         parameters: Its parameters in order; those that are left out have their defaults.
-        repeat: How many times in a row each value stands.
+        repeat: How many times in a row each value is repeated.
     """
 
     generator: str
@@ -64,12 +64,12 @@ class Draw:
     repeat: int = 1
 
     def completed(self) -> tuple[float, ...]:
-        """The parameters with the defaults of those that were left out."""
+        """The parameters, with defaults for those that were left out."""
         defaults = tuple(GENERATORS[self.generator].parameters.values())
         return self.parameters + defaults[len(self.parameters) :]
 
     def problem(self, dtype: DType) -> str | None:
-        """What keeps it from being drawn as this type: "found ...; expected ..."; None when nothing does."""
+        """Why it cannot be drawn as this type, as "found ...; expected ..."; None if it can."""
         known = GENERATORS.get(self.generator)
         if known is None:
             return f"found generator {self.generator[:40]!a}; expected one of {', '.join(GENERATORS)}"
@@ -85,13 +85,13 @@ class Draw:
 
 @dataclass(frozen=True)
 class Generator:
-    """One way of making numbers.
+    """One way of generating numbers.
 
     Attributes:
-        doc: What it gives, for a person.
-        parameters: Names and defaults, in the order in which they travel.
-        problem: What is wrong with parameters for a type; None when nothing is.
-        values: Values of words, of the type or one that converts to it.
+        doc: Description of its values for the documentation.
+        parameters: Names and defaults, in the order in which they are sent.
+        problem: What is wrong with parameters for a type; None if nothing is.
+        values: Converts words to values, of the type or one that converts to it.
     """
 
     doc: str
@@ -101,7 +101,7 @@ class Generator:
 
 
 def _number_problem(draw: Draw, dtype: DType) -> str | None:
-    """Whether a parameter is not finite, or beyond what floats reach or where whole numbers are exact."""
+    """Reports a parameter that is not finite, or beyond the range of floats or of exact whole numbers."""
     most = _largest(dtype) if dtype in _FLOATS else float(_EXACT)
     for name, value in zip(GENERATORS[draw.generator].parameters, draw.completed(), strict=True):
         if not math.isfinite(value) or abs(value) > most:
@@ -111,13 +111,13 @@ def _number_problem(draw: Draw, dtype: DType) -> str | None:
 
 def _largest(dtype: DType) -> float:
     """The largest number of a float type that is drawn."""
-    # float32 is what floats are computed in, and the difference of two bounds has to be finite in it.
+    # Floats are computed in float32, in which the difference of two bounds must be finite.
     most = float(ml_dtypes.finfo(dtype.numpy).max)  # type: ignore[no-untyped-call]
     return min(most, float(np.finfo(np.float32).max) / 2)
 
 
 def _whole_numbers(dtype: DType) -> range:
-    """The whole numbers that a type holds that is no float."""
+    """The range of whole numbers of a type that is not a float."""
     if dtype is DType.BOOL:
         return range(2)
     held = np.iinfo(dtype.numpy)
@@ -155,7 +155,7 @@ def _normal_problem(parameters: tuple[float, ...], dtype: DType) -> str | None:
 
 def _normal(words: Words, parameters: tuple[float, ...], dtype: DType) -> Array:
     mean, std = parameters
-    # An odd number of 24 bits and a sign: exact, never zero, and as often below zero as above.
+    # An odd number of 24 bits and a sign: exact, never zero, and negative as often as positive.
     u = ((words.view(np.int32) >> 7) | 1).astype(np.float32)
     u *= np.float32(2**-24)
     square = u * u
@@ -167,7 +167,7 @@ def _normal(words: Words, parameters: tuple[float, ...], dtype: DType) -> Array:
     square *= -_NORMAL_D
     square += np.float32(1)
     values /= square
-    if (mean, std) != (0.0, 1.0):  # which would change no bit
+    if (mean, std) != (0.0, 1.0):  # these would change no bit
         values *= np.float32(std)
         values += np.float32(mean)
     return values
@@ -180,7 +180,7 @@ def _integers_problem(parameters: tuple[float, ...], dtype: DType) -> str | None
     if low % 1 or high % 1 or not 1 <= high - low <= 2**32:
         return f"found integers from {low:g} to below {high:g}; expected whole numbers, 1 to 2^32 of them"
     if dtype in _FLOATS:
-        return None  # whose reach is looked at for every generator
+        return None  # their range is checked for every generator
     held = _whole_numbers(dtype)
     if low < held.start:
         return f"found low {low:.0f} of integers; expected at least {held.start} for {dtype}"
@@ -272,7 +272,7 @@ def _keys(seed: int, tile: int) -> tuple[int, int]:
 
 
 def words(seed: int, first: int, count: int) -> Words:
-    """Words of a seed that lie in one tile.
+    """Returns words of a seed from one tile.
 
     Args:
         seed: 0 to 2^64 - 1.
@@ -300,7 +300,7 @@ def words(seed: int, first: int, count: int) -> Words:
 
 @lru_cache(maxsize=32)
 def _table(generator: str, parameters: tuple[float, ...], dtype: DType) -> Array:
-    """The values of all halves of a word, for types of at most two bytes."""
+    """The values of all half words, for types of at most two bytes."""
     halves = (np.arange(2**16, dtype=np.uint32) << np.uint32(16)) | np.uint32(2**15)
     table = GENERATORS[generator].values(halves, parameters, dtype).astype(dtype.numpy)
     table.setflags(write=False)
@@ -311,23 +311,23 @@ def fill(target: Array, draw: Draw, seed: int, first: int = 0) -> None:
     """Writes a part of a content.
 
     Args:
-        target: Elements to write, one axis, of a type whose data travels.
-        draw: What is drawn, with nothing wrong for that type.
+        target: Elements to write, one axis, of a type whose data can be sent.
+        draw: The distribution, valid for that type.
         seed: 0 to 2^64 - 1.
-        first: Position of the first of them in the content.
+        first: Position of the first element in the content.
     """
     dtype = dtype_from_name(target.dtype)
     if draw.generator == "constant":
         target.fill(draw.completed()[0])
         return
-    # A zero has no sign here: -0.0 and 0.0 are one key of the cached tables.
+    # Drops the sign of zero: -0.0 and 0.0 are the same key of the cached tables.
     parameters = tuple(value + 0.0 for value in draw.completed())
     narrow = dtype.itemsize <= 2
     tile = TILE_WORDS * 2 if narrow else TILE_WORDS
     done = 0
     while done < target.size:
         start, skipped = divmod(first + done, draw.repeat)
-        # As many elements as a tile has at most, of as many draws as are left in theirs.
+        # At most as many elements as a tile has, from at most the draws left in the tile.
         size = min(target.size - done, tile)
         count = min((skipped + size - 1) // draw.repeat + 1, tile - start % tile)
         size = min(size, count * draw.repeat - skipped)
@@ -350,5 +350,5 @@ def _narrow(
     before = start % 2
     drawn = words(seed, start // 2, (before + count + 1) // 2)
     halves = drawn.astype("<u4", copy=False).view("<u2")[before : before + count]
-    # Every half is a row of the table, so clipping changes none; it spares NumPy a copy of the output.
+    # Every half word is a valid index, so clipping changes none; it saves NumPy a copy of the output.
     return _table(generator, parameters, dtype).take(halves, mode="clip")

@@ -1,4 +1,4 @@
-"""What produced a result, as a message."""
+"""Encodes and decodes execution info in messages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _INFO_FIELDS = (
 
 
 def encode_info(info: ExecutionInfo, message: operators_pb2.ExecutionInfo) -> None:
-    """Writes execution info into a message, its timeline apart."""
+    """Writes execution info, without its timeline, into a message."""
     for name in _INFO_FIELDS:
         setattr(message, name, getattr(info, name))
     for found in info.verified:
@@ -37,7 +37,7 @@ def decode_info(message: operators_pb2.ExecutionInfo, recorded: Recorded | None 
         recorded: What the client measured of the call.
 
     Raises:
-        MalformedRequest: The product is not known here.
+        MalformedRequest: Unknown product.
     """
     product = product_from_wire(message.product)
     if product is None:  # never guessed: a result must say what it was computed for

@@ -1,4 +1,4 @@
-"""Between arrays and contents: strided views over bytes, and the least bytes that hold an array."""
+"""Converts between arrays and contents: strided views of bytes, and the fewest bytes for an array."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def view(meta: TensorMeta, buffer: Buffer, byte_offset: int = 0) -> npt.NDArray[Any]:
-    """A view of the tensor that lies in a buffer; no copy, writable if the buffer is.
+    """Returns a view of the tensor in a buffer, without a copy; writable if the buffer is.
 
     Args:
         meta: Type, shape, strides (in elements) and storage offset.
@@ -25,7 +25,7 @@ def view(meta: TensorMeta, buffer: Buffer, byte_offset: int = 0) -> npt.NDArray[
         byte_offset: Where the content starts in it.
 
     Raises:
-        ValueError: The content would leave the buffer.
+        ValueError: The content extends beyond the buffer.
     """
     available = memoryview(buffer).nbytes - byte_offset
     if byte_offset < 0 or available < meta.content_bytes:
@@ -39,13 +39,13 @@ def view(meta: TensorMeta, buffer: Buffer, byte_offset: int = 0) -> npt.NDArray[
 
 
 def content(array: npt.NDArray[Any], format: Format | str = Format.ND) -> tuple[TensorMeta, memoryview]:
-    """The least content that holds an array, and the meta that describes it.
+    """Returns the smallest content that holds an array, and the meta that describes it.
 
-    A dense permutation (such as a transpose) and an expanded (stride 0) array travel as they are; what
-    has gaps, negative or misaligned strides, or another byte order is packed first.
+    A dense permutation (such as a transpose) and an expanded (stride 0) array are sent as they are; arrays
+    with gaps, negative or misaligned strides, or another byte order are packed first.
 
     Args:
-        array: Any array of a dtype that travels.
+        array: Any array of a dtype whose data can be sent.
         format: Storage format to declare.
 
     Returns:
@@ -68,7 +68,7 @@ def content(array: npt.NDArray[Any], format: Format | str = Format.ND) -> tuple[
 def _element_strides(array: npt.NDArray[Any]) -> tuple[int, ...] | None:
     if any(step < 0 or step % array.itemsize for step in array.strides):
         return None
-    # An axis of one element may carry any stride; 0 keeps the span honest.
+    # An axis of one element may have any stride; 0 keeps it out of the span.
     return tuple(
         0 if s == 1 else step // array.itemsize for s, step in zip(array.shape, array.strides, strict=True)
     )
@@ -81,6 +81,6 @@ def _bytes(array: npt.NDArray[Any]) -> memoryview:
 
 
 def chunks(data: memoryview, chunk_bytes: int) -> Iterable[tuple[int, memoryview]]:
-    """Cuts bytes into pieces: (offset, piece) of at most `chunk_bytes`; nothing for no bytes."""
+    """Cuts bytes into pieces: (offset, piece) of at most `chunk_bytes` each; none for no bytes."""
     for start in range(0, data.nbytes, chunk_bytes):
         yield start, data[start : start + chunk_bytes]

@@ -118,7 +118,7 @@ class TensorMeta:
 
     @cached_property
     def element_strides(self) -> tuple[int, ...]:
-        """Strides in elements, filled in where contiguous."""
+        """Strides in elements; the row-major ones if `strides` is None."""
         return self.contiguous_strides if self.strides is None else self.strides
 
     @cached_property
@@ -140,7 +140,7 @@ class TensorMeta:
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        """The fields alone: what follows from them is computed again where it is wanted."""
+        """The fields only; everything derived from them is computed again on demand."""
         return {each.name: getattr(self, each.name) for each in fields(self)}
 
     def permuted(self, axes: tuple[int, ...]) -> TensorMeta:
@@ -167,7 +167,7 @@ def _frozen(mapping: Mapping[str, Any]) -> Mapping[str, Any]:
 
 @dataclass(frozen=True)
 class CallMeta:
-    """One call without its data; what constraints look at.
+    """One call without its data, as constraints see it.
 
     Attributes:
         inputs: Every input by name; None is a null pointer.
@@ -188,20 +188,20 @@ class CallMeta:
 
     @cached_property
     def summary(self) -> str:
-        """Types, shapes and attributes in a line, for logs; what is too long for one is cut off."""
+        """Types, shapes and attributes in one line for logs, truncated if too long."""
         operands = [f"{name}={meta}" for name, meta in self.inputs.items() if meta is not None]
         attrs = [f"{name}={value}" for name, value in self.attrs.items()]
         return ", ".join(operands + attrs)[:_SUMMARY_CHARACTERS]
 
     def tensor(self, name: str) -> TensorMeta:
-        """An input that a required constraint has shown to be there."""
+        """An input that a required constraint has shown not to be null."""
         meta = self.inputs[name]
         if meta is None:
             raise KeyError(f"{name} is null")  # a record that forgot `requires`; the fuzz test finds it
         return meta
 
     def integer(self, name: str) -> int:
-        """An attribute of one of the kinds of integers."""
+        """An integer attribute."""
         value = self.attrs[name]
         if not isinstance(value, int):
             raise KeyError(f"{name} is not an integer")

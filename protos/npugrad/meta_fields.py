@@ -1,4 +1,4 @@
-"""How metas lie in messages."""
+"""Encodes and decodes metas in messages."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def decode_meta(message: tensor_pb2.TensorMeta, operator: str, operand: str) -> 
 
 
 def _check_lengths(message: tensor_pb2.TensorMeta) -> None:
-    """Refuses a long list of sizes by its length: a million of them would hold up a server for long."""
+    """Refuses a list of too many sizes unread: reading a million would block a server for long."""
     if len(message.shape) > MAX_RANK:
         raise MalformedTensor(f"found rank {len(message.shape)}; expected at most {MAX_RANK}")
     if len(message.strides) > MAX_RANK:

@@ -1,8 +1,8 @@
-"""Which points of nearest interpolation lie on the other side of an edge, seen from the sums of the pixels.
+"""Finds points of nearest interpolation on the other side of a pixel edge, from the sums of the pixels.
 
-A point that moves takes what it adds from one pixel to another, or in or out of the sample, in all channels.
-The differences between results and reference are sums of such moves; they are found one after another, each
-time those that make the differences smallest.
+A point that moves takes its contribution from one pixel to another, or into or out of the sample, in all
+channels. The differences between results and reference are sums of such moves, which are found greedily: each
+round makes those that reduce the differences most.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ if TYPE_CHECKING:
 
 _ROUNDS = 64
 _CHOICES_PER_MOVE = 16
-"""Where more points than so many for each move lie next to wrong cells, they lie at few coordinates: a device
-rounds equal ones alike, so that a rule explains them all or none, and trying each takes minutes."""
-_LEAST_GAIN = 0.25  # of what a lone move gains: less is rounding
-_POINT_BYTES = 1024  # of scratch memory, while points are looked through
+"""Maximum number of candidate points for each allowed move. More only occur at a few repeated coordinates: a
+device rounds equal ones alike, so that a rule explains all or none, and trying each takes minutes."""
+_LEAST_GAIN = 0.25  # of what a single move gains: less is rounding
+_POINT_BYTES = 1024  # scratch memory per point
 
 
 def moves_between_cells(
     call: SampledByNearest, rule: CoordinateRule, got: Array, sums: Floats, most: int
 ) -> tuple[Ints, Floats] | None:
-    """Points that explain the differences, and their places.
+    """Finds points that explain the differences, and their places.
 
     Args:
         call: The call.
-        rule: By which `sums` are computed.
-        got: The sums that were found.
-        sums: Those of the reference.
-        most: How many points may move.
+        rule: Rule by which `sums` were computed.
+        got: Sums of the results.
+        sums: Sums of the reference.
+        most: Maximum number of points that may move.
 
     Returns:
-        Points, (k,), and their places, (k, axes); None where there are too many or none at all.
+        Points, (k,), and their places, (k, axes); None if there are too many or none at all.
     """
     channels = got.shape[1]
     wrong = np.unique(call.cell_of(wrong_elements(sums, got, (2 * most + 1) * channels)))
@@ -65,7 +65,7 @@ def moves_between_cells(
 
 
 def _next_to(call: SampledByNearest, rule: CoordinateRule, wrong: Ints, most: int) -> Ints:
-    """Points that may move into or out of wrong cells; none where there are too many."""
+    """Points that may move into or out of wrong cells; none if there are too many."""
     found, count = [np.zeros(0, np.int64)], 0
     for span in spans(call.count, _POINT_BYTES):
         points = np.arange(span.start, span.stop)
@@ -80,12 +80,12 @@ def _next_to(call: SampledByNearest, rule: CoordinateRule, wrong: Ints, most: in
 
 
 class _Pursuit:
-    """Matching pursuit: a point has one of a few cells, and each choice changes two sums."""
+    """Matching pursuit: each point has one of a few cells, and each choice changes two sums."""
 
     def __init__(
         self, call: SampledByNearest, got: Array, sums: Floats, points: Ints, own: Ints, cells: Ints
     ) -> None:
-        # Cell 0 is that of points outside: it has no sum.
+        # Cell 0 is for points outside the samples; it has no sum.
         numbers, index = np.unique(np.concatenate([[-1], own, cells.reshape(-1)]), return_inverse=True)
         self._own = index[1 : 1 + len(own)]
         self._cells: Ints = index[1 + len(own) :].reshape(cells.shape)
@@ -97,7 +97,7 @@ class _Pursuit:
         self._weight = np.square(self._given).sum(axis=1)
 
     def solved(self) -> Ints:
-        """Which of its cells each point has; -1 for that of the rule."""
+        """Index of each point's cell among its candidates; -1 for the cell given by the rule."""
         for _ in range(_ROUNDS):
             if not self._improve():
                 break
@@ -105,7 +105,7 @@ class _Pursuit:
         return np.where(self._now == self._own, -1, side)
 
     def _improve(self) -> bool:
-        """Makes the moves that improve most, of those that touch no cell twice."""
+        """Makes the best moves that touch no cell twice; returns whether there were any."""
         gains = self._gains()
         touched: set[int] = set()
         for flat in np.argsort(-gains, axis=None).tolist():
@@ -122,7 +122,7 @@ class _Pursuit:
         return bool(touched)
 
     def _gains(self) -> Floats:
-        """By how much each move lowers the squares of what is left; 0 where it hardly does."""
+        """How much each move reduces the sum of the squared differences; 0 if hardly at all."""
         gains = np.zeros((len(self._now), len(self._cells.T)))
         old = self._now
         at_old = np.einsum("kc,kc->k", self._rest[old], self._given)

@@ -59,10 +59,10 @@ class Constraint:
         sources: Where it is documented; every row of the documents is cited by some constraint.
         operands: Operands and attributes it concerns.
         check: Pure function; returns None if the constraint holds. Only called if all of `requires` hold.
-        violate: Turns a legal call into one that violates only this constraint; None if that call cannot.
+        violate: Turns a legal call into one that violates only this constraint; None if that is impossible.
         requires: Constraints that must hold for this one to be evaluated and reported.
-        vendor_code: What the vendor's own source returns for a violation, ``"accepts"`` if nothing; or a
-            function of a call that violates only this constraint, if it depends.
+        vendor_code: Code that the vendor's source returns for a violation, ``"accepts"`` if none; or a
+            function of a call that violates only this constraint, if it depends on the call.
         products: Products it applies to; None for all.
         alone: Whether it is evaluated first and, if violated, reported alone.
         pick: If document and vendor source disagree: what each says, and which is followed.
@@ -82,17 +82,17 @@ class Constraint:
     pick: str = ""
 
     def applies(self, product: Product) -> bool:
-        """Whether the constraint is one of this product."""
+        """Whether the constraint applies to a product."""
         return self.products is None or product in self.products
 
     def vendor_status(self, call: CallMeta) -> int:
-        """What the vendor's first phase returns for a call that breaks this alone; 0 if it accepts it."""
+        """Status of the vendor's first phase for a call that violates only this; 0 if it accepts it."""
         code = self.vendor_code(call) if callable(self.vendor_code) else self.vendor_code
         return 0 if code == "accepts" else code
 
     @property
     def vendor_words(self) -> str:
-        """`vendor_code` as it travels: a number, ``"accepts"``, or ``"varies"`` where the call decides."""
+        """`vendor_code` on the wire: a number, ``"accepts"``, or ``"varies"`` if it depends on the call."""
         return "varies" if callable(self.vendor_code) else str(self.vendor_code)
 
     def holds(self, call: CallMeta) -> bool:
@@ -112,8 +112,8 @@ class TensorParam:
         dtypes: Supported types by product.
         optional: Whether null is legal for an input.
         device_view: Shape in which it is passed to the device; None for its own.
-        axes: Order of its axes in the formula, in which backends and the reference get them, if the storage
-            format may change it; else None.
+        axes: Order of its axes in the formula, as backends and the reference receive them; None if the
+            storage format cannot change it.
         masked_by: For an output, its index in `output_mask`; None if it is always computed.
         when_masked: What the operator expects for a masked-out output: a null pointer or an allocated tensor.
         zero_init: Whether the device memory must be zeroed before the launch.
@@ -207,7 +207,7 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class OpRecord:
-    """One operator, completely; equal to itself only, and so a key.
+    """One operator, completely; equal only to itself, so that it can be a key.
 
     Attributes:
         name: snake_case name, as on the wire and in Python.
@@ -219,26 +219,26 @@ class OpRecord:
         products: Products that have the operator, with the source of that fact.
         constraints: Documented preconditions in reporting order within a code.
         not_expressible: Documented rows that no call through this service can violate.
-        output_metas: Metas of all outputs of a legal call, whatever its mask says.
+        output_metas: Metas of all outputs of a legal call, regardless of its mask.
         accepts_unchecked: Whether a call succeeds before anything is checked.
-        reads: For each output, operands whose values its formula reads in the modes of a legal call, whatever
-            the mask; `reaches` is the inverse.
-        reference: The float64 implementation; coordinates follow the first of `references_by_rule`.
+        reads: For each output, operands whose values its formula reads in the modes of a legal call,
+            regardless of the mask; `reaches` is the inverse.
+        reference: The float64 implementation; it follows the first coordinate rule of `references_by_rule`.
         build: Builds a legal call from keywords `dtype`, `product` and the operator's sizes.
         samples: Small legal calls for a product.
         workloads: Named sizes, including those of real models, and other parameters of calls.
         make_inputs: Plausible operand data for a call, from a random generator.
         extra_tolerance: Additional absolute tolerance of an output, computed from the data.
-        determinism_check: Looks at a legal call and the release of the NPU's CANN (None: unknown); why an NPU
-            cannot honour the deterministic option for it, as operand, found and expected, or None.
+        determinism_check: From a legal call and the NPU's CANN release (None: unknown), why an NPU cannot
+            honour the deterministic option for it, as operand, found and expected; None if it can.
         min_cann: Oldest CANN release with the operator.
-        data_check: Looks at untrusted operand values before an NPU launch; a complaint or None.
+        data_check: Checks untrusted operand values before an NPU launch; returns a complaint or None.
         binding: torch_npu's binding of the operator; None if no version has one.
         references_by_rule: The reference under each coordinate rule, the service's own first; empty for
             operators without coordinates.
-        sampled: The points of a call by its operands and attributes, where the results jump at the edges of
-            pixels; None where they do not.
-        checked_operands: Operands whose values `data_check` reads; of others it may use only the shape.
+        sampled: The sampling points of a call, from its operands and attributes; None for operators whose
+            results do not jump at pixel edges.
+        checked_operands: Operands whose values `data_check` reads; of the others it may use only the shape.
     """
 
     name: str
@@ -314,17 +314,16 @@ class OpRecord:
     def reaches(self, call: CallMeta) -> Mapping[str, frozenset[str]]:
         """The wanted outputs that each operand's values can change; no bit of any other depends on them.
 
-        Values are finite or not: an operand reaches an output also where only a NaN or an infinity in it
-        would show. Nothing reaches an output without elements, or one whose formula reads an operand without
-        any: such a sum is 0. What `data_check` reads reaches every wanted output, because it may refuse the
-        call.
+        An operand also reaches an output that only a NaN or an infinity in it would change. Nothing reaches
+        an output without elements, or one whose formula reads an operand without elements: such a sum is 0.
+        Operands that `data_check` reads reach every wanted output, because it may refuse the call.
 
         Args:
             call: A legal call.
 
         Returns:
-            By name of each operand that is not null: names of outputs, none of them masked out. Where the
-            call is accepted unchecked, no operand reaches any.
+            Names of outputs, none of them masked out, for each operand that is not null. If the call is
+            accepted unchecked, no operand reaches any output.
         """
         given = {name: meta for name, meta in call.inputs.items() if meta is not None}
         wanted = {name: meta for name, meta in self.infer(call).items() if meta is not None}
@@ -341,21 +340,21 @@ class OpRecord:
         }
 
     def unused(self, call: CallMeta) -> frozenset[str]:
-        """The operands whose values reach no wanted output: what lies in them cannot matter.
+        """The operands whose values reach no wanted output, so that their contents cannot matter.
 
         Args:
             call: A legal call.
 
         Returns:
-            Names of operands with elements: GridSampler's ``input`` where only its own gradient is wanted,
-            GroupNorm's where only that of beta is; all of them where nothing is wanted.
+            Names of operands with elements: GridSampler's ``input`` if only its own gradient is wanted,
+            GroupNorm's if only that of beta is; all of them if nothing is wanted.
         """
         return frozenset(
             name for name, outputs in self.reaches(call).items() if not outputs and call.tensor(name).size
         )
 
     def param_index(self, name: str) -> int:
-        """Position of a parameter in the C signature, as chunks name it."""
+        """Position of a parameter in the C signature, by which chunks identify it."""
         return next(i for i, p in enumerate(self.params) if p.name == name)
 
 
@@ -383,7 +382,7 @@ class Verdict:
         predicted_wait_s: Seconds the server would expect such a call to wait now; None if unknown or
             validated locally. Predictions are ignored when verdicts are compared.
         predicted_run_s: Seconds it would expect for copying in, running and copying out together; None if
-            unknown, as until such calls have run, or validated locally.
+            unknown, as before such calls have run, or if validated locally.
     """
 
     status: int

@@ -1,17 +1,17 @@
-"""Which right results a sampling operator can have where points lie next to a pixel's edge.
+"""The right results that a sampling operator can have for points next to a pixel edge.
 
 Bilinear interpolation reads the pixels around a point, so the gradient of a coordinate jumps where the point
-crosses the centre of a pixel; the pixel that nearest interpolation reads changes in the middle between two.
-Devices compute positions in float32, each by formulas of its own (`npugrad.coordinates`), and where their
-rounding puts a point on the other side of such an edge both results are right.
+crosses the centre of a pixel; nearest interpolation switches pixels in the middle between two. Devices
+compute positions in float32, each with its own formulas (`npugrad.coordinates`), and if rounding puts a point
+on the other side of such an edge, both results are right.
 
-Results that differ from the reference are therefore held against the reference under each rule that the
-operator has. One rule has to explain all of them, but for a few points that may lie on the other side of an
-edge: at most one in 1000, or 8 of a small call. Such a point has to lie within 3 * 2^-24 * S pixels of the
-edge, S the size of the axis, which is what float32 can be wrong by; and some rule has to place it otherwise
-than the others, because where all agree nothing is left to rounding. Its gradients have to be those of one
-side on each axis, as a whole: each axis has two sides, so there are four pairs in an image and eight triples
-in a volume. What the point adds to the gradient of the samples follows the side that was found.
+Results that differ from the reference are therefore compared with the reference under each rule of the
+operator. One rule must explain all of them, except for a few points that may lie on the other side of an
+edge: at most one in 1000, or 8 in a small call. Such a point must lie within 3 * 2^-24 * S pixels of the
+edge, S being the size of the axis, which is the possible error of float32; and some rule must place it
+differently from the others, because where all agree nothing is left to rounding. All its gradients together
+must be those of one side on each axis: each axis has two sides, so there are four pairs in an image and eight
+triples in a volume. The point's contribution to the gradient of the samples follows the side that was found.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ if TYPE_CHECKING:
     Ints = npt.NDArray[np.int64]
 
 _POINTS_PER_MOVE = 1000
-"""Of so many points one may lie on the other side of an edge than the rule says."""
+"""One in this many points may lie on the other side of an edge from where the rule places it."""
 _LEAST_MOVES = 8
-"""So many may where there are few points."""
-_POINT_BYTES = 1024  # of scratch memory, while points are looked through
+"""At least this many points may, even in small calls."""
+_POINT_BYTES = 1024  # scratch memory per point
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """A way in which results can be right.
+    """One way in which results can be right.
 
     Attributes:
-        rule: The rule of coordinates.
+        rule: The coordinate rule.
         alike: Other rules that place every point of the call where this one does.
-        moved: Points on the other side of an edge than the rule says.
-        points: Points of the call.
+        moved: Number of points on the other side of an edge from where the rule places them.
+        points: Number of points of the call.
     """
 
     rule: CoordinateRule
@@ -62,7 +62,7 @@ class Explanation:
     points: int
 
     def __str__(self) -> str:
-        """In words."""
+        """The explanation in words."""
         text = f"by coordinate rule {' = '.join((self.rule, *self.alike))}"
         if not self.moved:
             return text
@@ -75,13 +75,13 @@ class Explanation:
 def explanations(
     call: SampledCall, results: Mapping[str, Array], golden: Mapping[str, Floats]
 ) -> Iterator[Explanation]:
-    """The ways in which results may be right that differ from the reference; the caller compares.
+    """Yields ways in which results that differ from the reference may be right; the caller compares.
 
     Args:
         call: The call.
         results: Wanted outputs by name.
-        golden: The reference's values of each by the service's own rule, C-contiguous. Whenever an
-            explanation is yielded they are its values.
+        golden: The reference's values of each by the service's own rule, C-contiguous. They are overwritten
+            with those of each explanation before it is yielded.
     """
     suspects = _wrong_points(call, results, golden)
     yield from _with_moves(call, call.rules[0], results, golden)
@@ -106,7 +106,7 @@ def _most_moves(call: SampledCall) -> int:
 def _with_moves(
     call: SampledCall, rule: CoordinateRule, results: Mapping[str, Array], golden: Mapping[str, Floats]
 ) -> Iterator[Explanation]:
-    """A rule with points on the other side of an edge, if there are not too many of them."""
+    """A rule with some points on the other side of an edge, unless there are too many of them."""
     most = _most_moves(call)
     if not isinstance(call, SampledByNearest):
         found = _moves_by_rows(call, rule, results, golden)
@@ -118,14 +118,14 @@ def _with_moves(
         return
     points, places = found
     sums = golden.get(call.sums)
-    # Across an edge bilinear sums differ in nothing but what is not finite.
+    # Across an edge, bilinear sums differ only in non-finite values.
     if sums is not None and not compare(sums, results[call.sums]).ok:
         call.add_up(rule, points, places, sums)
     yield _explanation(call, rule, len(points))
 
 
 def _wrong_points(call: SampledCall, results: Mapping[str, Array], golden: Mapping[str, Floats]) -> Ints:
-    """Points with a value outside its tolerance: all, or more than may be moved."""
+    """Points with a value outside its tolerance: all of them, or the first ones, more than may move."""
     found = [np.zeros(0, np.int64)]
     for name in call.rows.keys() & results.keys():
         elements = (_most_moves(call) + 1) * call.rows[name]
@@ -136,7 +136,7 @@ def _wrong_points(call: SampledCall, results: Mapping[str, Array], golden: Mappi
 def _moves_by_rows(
     call: SampledCall, rule: CoordinateRule, results: Mapping[str, Array], golden: Mapping[str, Floats]
 ) -> tuple[Ints, Floats] | None:
-    """Finds the sides that explain the rows of all points that are wrong, and writes these into `golden`."""
+    """Finds the sides that explain the rows of all wrong points, and writes these rows into `golden`."""
     points = _wrong_points(call, results, golden)
     if not 0 < len(points) <= _most_moves(call) or not call.may_move(points).any(axis=1).all():
         return None
@@ -158,7 +158,7 @@ def _read(
     results: Mapping[str, Array],
     golden: Mapping[str, Floats],
 ) -> tuple[dict[str, Floats], Floats]:
-    """Rows of points at places, and the largest share of what is allowed that the results use there."""
+    """Rows of points at places, and the largest share of the allowance that the results use there."""
     read = call.read(points, places, tuple(name for name in call.rows if name in results))
     used = np.zeros(places.shape[:2])
     for name, rows in read.items():
@@ -175,7 +175,7 @@ def _explains_most(
     results: Mapping[str, Array],
     golden: Mapping[str, Floats],
 ) -> bool:
-    """Whether a rule is worth the whole reference, judged by points that are wrong by the service's own."""
+    """Whether a rule is worth computing the whole reference, judged by the points in `suspects`."""
     if len(suspects) <= _most_moves(call):
         return _differ(call, rule, call.rules[0])
     places = call.placed(suspects, rule)[:, np.newaxis]
@@ -184,7 +184,7 @@ def _explains_most(
 
 
 def _differ(call: SampledCall, rule: CoordinateRule, other: CoordinateRule) -> bool:
-    """Whether two rules place any point otherwise."""
+    """Whether two rules place any point differently."""
     for span in spans(call.count, _POINT_BYTES):
         points = np.arange(span.start, span.stop)
         if (call.located(points, rule) != call.located(points, other)).any():

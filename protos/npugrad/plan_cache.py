@@ -1,4 +1,4 @@
-"""Plans of calls by signature: bounded in bytes, and so that no caller can drive out those of all others."""
+"""A cache of plans by signature: bounded in bytes, and no caller can evict the plans of all others."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 PlanT = TypeVar("PlanT")
 
 _SHARES = 4
-"""The part of the cache that plans of one label may take at most: one in this many."""
+"""The plans of one label may take at most one in this many parts of the cache."""
 
 
 class _Entry(NamedTuple):
@@ -20,17 +20,18 @@ class _Entry(NamedTuple):
 
 @dataclass
 class _Shelf:
-    """The keys that came under one label, the one longest not used first."""
+    """The keys of one label, the least recently used first."""
 
     keys: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
     nbytes: int = 0
 
 
 class PlanCache(Generic[PlanT]):
-    """The plans used last.
+    """The most recently used plans.
 
-    A plan belongs to the label of the call that it was made for, and serves calls of any. Where a label has
-    more than its share, its own plan that was longest not used goes; where all have too much, that of all.
+    A plan belongs to the label of the call for which it was made, but serves calls of any label. If a label
+    exceeds its share, its own least recently used plan is evicted; if all together exceed the limit, that of
+    all.
 
     Not thread-safe.
     """
@@ -39,7 +40,7 @@ class PlanCache(Generic[PlanT]):
         """Starts empty.
 
         Args:
-            max_bytes: What the plans may take together, as `put` is told.
+            max_bytes: Maximum total size of the plans, as passed to `put`.
         """
         self._max_bytes, self._share_bytes = max_bytes, max_bytes // _SHARES
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
@@ -47,16 +48,16 @@ class PlanCache(Generic[PlanT]):
         self._nbytes = 0
 
     def __len__(self) -> int:
-        """How many plans there are."""
+        """Number of plans."""
         return len(self._entries)
 
     @property
     def nbytes(self) -> int:
-        """What the plans take together."""
+        """Total size of the plans."""
         return self._nbytes
 
     def get(self, key: bytes) -> PlanT | None:
-        """The plan of a signature, which so was used last; None if there is none."""
+        """Returns the plan of a signature and marks it as used; None if there is none."""
         entry = self._entries.get(key)
         if entry is None:
             return None
@@ -66,13 +67,13 @@ class PlanCache(Generic[PlanT]):
         return found
 
     def put(self, key: bytes, plan: PlanT, label: str, nbytes: int) -> None:
-        """Keeps a plan, in place of that of the same signature if there is one.
+        """Keeps a plan; replaces the one of the same signature if there is one.
 
         Args:
             key: The signature.
             plan: The plan.
-            label: Label of the call that it was made for.
-            nbytes: About what key and plan take.
+            label: Label of the call for which it was made.
+            nbytes: Approximate size of key and plan.
         """
         if key in self._entries:
             self._remove(key)

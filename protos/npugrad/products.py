@@ -66,12 +66,12 @@ _ASCEND_950_CHIP = re.compile(r"Ascend(910_95|950)\w*")
 
 
 def product_from_soc(name: str) -> Product | None:
-    """The product of a chip such as ``"Ascend910B2"``; None when it is of no product served here."""
+    """The product of a chip such as ``"Ascend910B2"``; None if it belongs to no supported product."""
     return Product.ATLAS_A3 if _ATLAS_A3_CHIP.fullmatch(name) else _CHIPS.get(name)
 
 
 def chip_kind(name: str) -> str:
-    """What a chip is, for messages: ``"atlas-a2"``, or why it is of no product served here."""
+    """Describes a chip for messages: ``"atlas-a2"``, or why it belongs to no supported product."""
     product = product_from_soc(name)
     if product is not None:
         return str(product)

@@ -98,7 +98,7 @@ class Recipe:
 
     @classmethod
     def of(cls, draw: Draw, meta: TensorMeta, seed: int, digest: bytes = b"") -> Recipe:
-        """A recipe from its parts, which are not looked at: see `problem`."""
+        """Creates a recipe from its parts without checking them; see `problem`."""
         made = cls.__new__(cls)
         made._set(draw, meta, seed, digest)
         return made
@@ -108,7 +108,7 @@ class Recipe:
             object.__setattr__(self, name, value)
 
     def problem(self) -> str | None:
-        """What is wrong with it, as "found ...; expected ..."; None when nothing is."""
+        """What is wrong with it, as "found ...; expected ..."; None if nothing is."""
         if not 0 <= self.seed <= MAX_SEED:
             return f"found seed {self.seed}; expected 0 to {MAX_SEED}"
         if len(self.digest) not in (0, DIGEST_BYTES):
@@ -119,7 +119,7 @@ class Recipe:
         """Writes a part of the content.
 
         Args:
-            target: Writable bytes, whole elements of them.
+            target: Writable bytes, a whole number of elements.
             offset: Position of the first byte in the content, a multiple of the element's size.
         """
         dtype = self.meta.dtype
@@ -137,7 +137,7 @@ class Recipe:
         return layout.view(self.meta, self.content())
 
     def sha256(self) -> bytes:
-        """Digest of the content, made block by block."""
+        """Digest of the content, which is generated block by block."""
         found = hashlib.sha256()
         block = memoryview(bytearray(min(_BLOCK_BYTES, self.meta.content_bytes)))
         for offset in range(0, self.meta.content_bytes, _BLOCK_BYTES):
@@ -160,16 +160,16 @@ class Recipe:
 
 
 def recipes(record: OpRecord, call: CallMeta, seed: int = 0) -> dict[str, Recipe]:
-    """Recipes for a legal call that is like a real one, from what the record says of each operand.
+    """Creates recipes for a realistic legal call, from the record's distribution for each operand.
 
     Args:
         record: The operator.
         call: Its metas.
-        seed: Seed of the first operand; the others count on from it.
+        seed: Seed of the first operand; the seeds of the others count up from it.
 
     Returns:
         A recipe for each operand that is not null and can have one. The others, such as level tables, are
-        small and travel as data.
+        small and sent as data.
     """
     made: dict[str, Recipe] = {}
     for number, param in enumerate(record.inputs):

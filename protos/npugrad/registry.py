@@ -1,4 +1,4 @@
-"""The operators that one side of the wire knows, and the messages that carry them."""
+"""The operators known to one side of the wire, and their messages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Registry:
-    """Operators and two services: one has an RPC for each of them and Execute, the other Validate.
+    """Operators and two services: one with an RPC for each operator and Execute, the other with Validate.
 
     Attributes:
         records: Records by name.
@@ -34,7 +34,7 @@ class Registry:
     def __init__(
         self, records: Mapping[str, OpRecord], backward: ServiceDescriptor, validation: ServiceDescriptor
     ) -> None:
-        """Finds the messages; raises KeyError where the services lack an RPC."""
+        """Finds the messages; raises KeyError if the services lack an RPC."""
         self.records, self.backward, self.validation = records, backward, validation
         methods = backward.methods_by_name
         self.requests: dict[str, type[Any]] = {
@@ -53,4 +53,4 @@ REGISTRY = Registry(
     backward_pb2.DESCRIPTOR.services_by_name["BackwardService"],
     validation_pb2.DESCRIPTOR.services_by_name["ValidationService"],
 )
-"""The contract's own."""
+"""The registry of the contract."""

@@ -30,8 +30,8 @@ class CannRelease:
         major: First number.
         minor: Second number.
         patch: Third number, 0 where the vendor leaves it out, as in ``"8.3.RC1"``.
-        stages: Stage and its number, outermost first, closed by one that comes after all others.
-        build: Numbers behind all that, such as the 2 and 220 of ``"8.5.0.2.220"``.
+        stages: Each stage and its number, outermost first, followed by one that sorts after all others.
+        build: Numbers after all that, such as the 2 and 220 of ``"8.5.0.2.220"``.
         text: As the vendor wrote it.
     """
 

@@ -1,4 +1,4 @@
-"""How objects show themselves: a `repr` of three lines at most, and tables for notebooks."""
+"""Representations of objects: a `repr` of three lines at most, and tables for notebooks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 WIDTH = 100
-"""Columns of a line."""
+"""Maximum columns of a line."""
 _INDENT = "    "
 
 
@@ -20,7 +20,7 @@ class Html(str):
 
 
 def in_lines(name: str, parts: Iterable[str]) -> str:
-    """``name(part, part, ...)``, in lines of at most `WIDTH` columns where a part is no longer itself."""
+    """``name(part, part, ...)``, in lines of at most `WIDTH` columns unless a part itself is longer."""
     lines, line = [], f"{name}("
     texts = [*parts]
     for number, text in enumerate(texts):
@@ -33,7 +33,7 @@ def in_lines(name: str, parts: Iterable[str]) -> str:
 
 
 def shortened(text: str, most: int) -> str:
-    """The text, or its beginning with dots where it is longer than `most` characters."""
+    """The text, truncated with dots if it is longer than `most` characters."""
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
@@ -43,7 +43,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def some(items: Sequence[str], most: int, where: str) -> str:
-    """The items with commas, or the first of them and where the others are."""
+    """The items separated by commas, or the first of them and where to find the others."""
     shown = ", ".join(items[:most])
     return shown if len(items) <= most else f"{shown} and {len(items) - most} more in {where}"
 

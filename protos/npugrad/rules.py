@@ -27,7 +27,7 @@ NULL = Finding("null", "a tensor")
 
 @dataclass(frozen=True)
 class Citations:
-    """Makes the sources of one record, spelled alike in all records.
+    """Creates the sources of one record, with the same spelling in all records.
 
     Attributes:
         document: Official name of the operator's page.
@@ -42,7 +42,7 @@ class Citations:
         return Source(self.document, f"return codes, {code}", f"row {row}")
 
     def parameter(self, c_name: str) -> Source:
-        """What the parameter section says of one parameter."""
+        """What the parameter section says about one parameter."""
         return Source(self.document, "parameters", c_name)
 
     def entry(self, number: int) -> Source:
@@ -58,7 +58,7 @@ class Citations:
         return Source(self.document, "supported products", "list")
 
     def made_by_service(self) -> tuple[NotExpressible, ...]:
-        """Parameters of the two phases that no call carries: the service makes them, and never null."""
+        """Parameters of the two phases that are not part of a call: the service creates them, never null."""
         names = ("workspaceSize", "executor", "workspace", "stream")
         return tuple(
             NotExpressible(self.parameter(name), "made by the service itself, never null") for name in names
@@ -82,7 +82,7 @@ def present(call: CallMeta, name: str) -> TensorMeta | None:
 
 
 def input_not_null(name: str, text: str, sources: tuple[Source, ...], **extra: Any) -> Constraint:
-    """161001: a required input is there."""
+    """161001: a required input is not null."""
     return Constraint(
         id=f"{name}.not_null",
         code=PARAM_NULLPTR,
@@ -96,7 +96,7 @@ def input_not_null(name: str, text: str, sources: tuple[Source, ...], **extra: A
 
 
 def attr_not_null(name: str, text: str, sources: tuple[Source, ...], **extra: Any) -> Constraint:
-    """161001: a required attribute of a kind that may be null is there."""
+    """161001: a required attribute of a pointer kind is not null."""
     return Constraint(
         id=f"{name}.not_null",
         code=PARAM_NULLPTR,
@@ -132,7 +132,7 @@ def output_not_null(
 def product_supported(
     products: Iterable[Product], code: int, text: str, sources: tuple[Source, ...], **extra: Any
 ) -> Constraint:
-    """The product has the operator; looked at first, and if not, nothing else is."""
+    """The product has the operator; checked first, and if violated, nothing else is checked."""
     known = tuple(products)
     lacking = next(product for product in Product if product not in known)
 
@@ -155,7 +155,7 @@ def product_supported(
 
 
 def with_inferred_outputs(violate: Violate) -> Violate:
-    """Leaves outputs to follow from what changes, so that declared ones do not break rules of their own."""
+    """Drops declared outputs, so that they follow from the changed call and violate nothing themselves."""
     return lambda call: violate(replace(call, outputs={}))
 
 
@@ -221,7 +221,7 @@ def rank_within(name: str, low: int, high: int) -> Check:
 
 
 def element_count(name: str, count: Callable[[CallMeta], int], formula: str) -> Check:
-    """An optional input has a number of elements that attributes fix."""
+    """An optional input has the number of elements that attributes determine."""
 
     def check(call: CallMeta) -> Finding | None:
         meta = call.inputs[name]
@@ -247,7 +247,7 @@ def shape_is(name: str, shape: Callable[[CallMeta], tuple[int, ...]], meaning: s
 
 
 def axis_is(name: str, axis: int, size: Callable[[CallMeta], int], meaning: str) -> Check:
-    """One axis of an input has the size that another operand fixes."""
+    """One axis of an input has the size that another operand determines."""
 
     def check(call: CallMeta) -> Finding | None:
         meta, expected = call.tensor(name), size(call)
@@ -261,7 +261,7 @@ def axis_is(name: str, axis: int, size: Callable[[CallMeta], int], meaning: str)
 
 
 def axis_within(name: str, axis: int, low: int, high: int, multiple_of: int = 1) -> Check:
-    """One axis of an input lies in a closed range and is a multiple."""
+    """The size of one axis of an input is in a closed range and a multiple of a number."""
 
     def check(call: CallMeta) -> Finding | None:
         size = call.tensor(name).shape[axis]
@@ -274,7 +274,7 @@ def axis_within(name: str, axis: int, low: int, high: int, multiple_of: int = 1)
 
 
 def axis_multiple_of(name: str, axis: int, multiple: int) -> Check:
-    """One axis of an input is a multiple."""
+    """The size of one axis of an input is a multiple of a number."""
 
     def check(call: CallMeta) -> Finding | None:
         size = call.tensor(name).shape[axis]
@@ -304,7 +304,7 @@ def invalid(
     violate: Violate,
     **extra: Any,
 ) -> Constraint:
-    """A constraint with code 161002 (or the one given in `extra`), as the vendor's source has it too."""
+    """A constraint with code 161002 (or the one given in `extra`), by default the vendor's code as well."""
     code = extra.pop("code", PARAM_INVALID)
     return Constraint(
         id=constraint_id,

@@ -1,4 +1,4 @@
-"""A call that samples, as pixel edges see it: points with a place in pixels on every axis."""
+"""A sampling call as pixel edges see it: points with a place in pixels on every axis."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ if TYPE_CHECKING:
 REACH = 3 * 2.0**-24
 """How far float32 can put a point from its exact place, as a share of the axis's size in pixels."""
 _BESIDE = 2.0**-30
-"""A place so far beside an edge, as a share of the size, is on one side of it and has its values."""
+"""At this distance from an edge, as a share of the size, a place is on one side and has its values."""
 _ON_EDGE = 2.0**-40
-"""A place so near to an edge may come to lie on either side, once it is turned into a coordinate and back."""
+"""Within this distance of an edge, converting a place to a coordinate and back may move it across."""
 
 
 class SampledCall(ABC):
     """A call as pixel edges see it: points, numbered in C order, each with a place on every axis.
 
-    A *place* is in pixels and before padding, 0 the centre of the first pixel; axes are in the order of the
-    coordinates, x first. Points are given by their numbers, (k,).
+    A *place* is a position in pixels before padding, with 0 at the centre of the first pixel; axes are in the
+    order of the coordinates, x first. Points are given by their numbers, (k,).
 
     Attributes:
-        rules: Rules of coordinates by which a result may be computed, that of the service first; only one
-            where the coordinates are float64, which all rules leave alone.
-        count: How many points there are.
-        axes: How many coordinates each has.
+        rules: Coordinate rules by which a result may be computed, the service's own first; only one for
+            float64 coordinates, on which rules have no effect.
+        count: Number of points.
+        axes: Number of coordinates of each point.
         edge: Where in a pixel the result jumps: 0.0 at its centre, 0.5 between two.
-        rows: Outputs that have one row of so many values for each point.
-        sums: The output that adds up what the points give, by pixels.
+        rows: Outputs that have one row for each point, with the number of values in a row.
+        sums: The output that adds up the contributions of the points by pixel.
     """
 
     rules: tuple[CoordinateRule, ...]
@@ -53,11 +53,11 @@ class SampledCall(ABC):
 
     @abstractmethod
     def compute(self, rule: CoordinateRule, outputs: Mapping[str, Array]) -> None:
-        """Runs the reference by a rule."""
+        """Runs the reference with a rule."""
 
     @abstractmethod
     def sizes(self, points: Ints) -> Floats:
-        """Pixels of each axis of what the points sample, (k, axes)."""
+        """Number of pixels on each axis of what the points sample, (k, axes)."""
 
     @abstractmethod
     def places(self, points: Ints) -> Floats:
@@ -65,30 +65,30 @@ class SampledCall(ABC):
 
     @abstractmethod
     def located(self, points: Ints, rule: CoordinateRule) -> Floats:
-        """All that a rule makes of the coordinates, (k, axes, values): equal where nothing differs."""
+        """All that a rule computes from the coordinates, (k, axes, values): equal if nothing differs."""
 
     @abstractmethod
     def placed(self, points: Ints, rule: CoordinateRule) -> Floats:
-        """Places that have the values which the points have by a rule, (k, axes)."""
+        """Places at which the values are those of the points under a rule, (k, axes)."""
 
     @abstractmethod
     def read(self, points: Ints, places: Floats, names: tuple[str, ...]) -> dict[str, Floats]:
-        """The rows that points have at some places, (k, places of each, values), by output.
+        """The rows of points at some places, (k, places of each, values), by output.
 
         Args:
-            points: Whose.
+            points: The points.
             places: (k, places of each, axes).
             names: Some of `rows`.
         """
 
     @abstractmethod
     def add_up(self, rule: CoordinateRule, points: Ints, places: Floats, sums: Floats) -> None:
-        """Writes `sums` anew where these points give to: they at other places, all others by a rule.
+        """Recomputes `sums` where these points contribute: with them at other places, all others by a rule.
 
         Args:
-            rule: That by which `sums` are computed.
-            points: Those at other places.
-            places: (k, axes).
+            rule: Rule by which `sums` were computed.
+            points: Points at other places.
+            places: Their places, (k, axes).
             sums: The output to correct.
         """
 
@@ -101,7 +101,7 @@ class SampledCall(ABC):
     def may_move(self, points: Ints) -> Bools:
         """Whether a point may lie on the other side of an edge, by axis, (k, axes).
 
-        Some rule has to place it otherwise than the others: where all agree, no rounding decides.
+        Some rule must place it differently from the others: where all agree, no rounding decides.
         """
         first, *others = (self.located(points, rule) for rule in self.rules)
         differs = np.zeros(first.shape, np.bool_)
@@ -110,7 +110,7 @@ class SampledCall(ABC):
         return self.is_near(points) & differs.any(axis=-1)
 
     def both_sides(self, points: Ints, rule: CoordinateRule) -> Floats:
-        """Places on each side of the edges that points may move over, (k, 2^axes, axes); else their own."""
+        """Places on each side of the edges that points may cross, (k, 2^axes, axes); else their own."""
         edges = self._edges(self.places(points))
         step = _BESIDE * np.maximum(self.sizes(points), np.abs(edges))
         signs = np.array(list(itertools.product((-1.0, 1.0), repeat=self.axes)))
@@ -119,12 +119,12 @@ class SampledCall(ABC):
         return np.where(self.may_move(points)[:, np.newaxis], beside, own)
 
     def off_edges(self, positions: Floats, sizes: Floats, side: Floats) -> Floats:
-        """Positions, moved off the edges that they lie on, so that no rounding takes them to the other side.
+        """Moves positions off the edges on which they lie, so that rounding cannot take them across.
 
         Args:
             positions: (k, axes).
             sizes: Pixels of each axis, (k, axes).
-            side: 1 or -1 where the values that belong to an edge are those above or below it, (k, axes).
+            side: 1 or -1 if the values at an edge are those above or below it, (k, axes).
         """
         edges = self._edges(positions)
         scale = np.maximum(sizes, np.abs(edges))
@@ -138,7 +138,7 @@ class SampledCall(ABC):
 
 
 class SampledByNearest(SampledCall):
-    """One whose points each read a single pixel of each axis: a *cell*, numbered over all samples."""
+    """A call whose points each read a single pixel: a *cell*, numbered over all samples."""
 
     @abstractmethod
     def cells(self, points: Ints, places: Floats) -> Ints:

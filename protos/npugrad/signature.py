@@ -1,13 +1,14 @@
-"""What of a serialized request decides how its call is planned: its signature, read by hand.
+"""The signature of a serialized request: the part that determines its plan, read without decoding.
 
-The signature has every byte of the request but those that no plan depends on: the bytes of contents, padding,
-seeds and digests of recipes, names and offsets of regions, label and priority. So requests of one signature
-decode to the same call apart from these, and reading one takes much less than decoding it.
+The signature has every byte of the request except those that no plan depends on: the bytes of contents,
+padding, seeds and digests of recipes, names and offsets of regions, label and priority. Requests with the
+same signature therefore decode to the same call apart from these, and reading a signature is much cheaper
+than decoding the request.
 
-Why no two calls share a key: all that stays is in it as it came, in the order in which it came. Where bytes
-are cut out of a field, its tag and length stay; where a field is dropped, nothing does, and another of the
-same field is refused. A message around such fields is written as its tag, what stays of it, and a 0, which
-is no tag. So a key can be read in one way only, and not with other fields than those of the request.
+Why no two calls share a key: all kept bytes are in the key unchanged and in their original order. If bytes
+are cut out of a field, its tag and length are kept; if a field is dropped, nothing is, and a second
+occurrence of it is refused. A message around such fields is written as its tag, its kept bytes, and a 0,
+which is not a valid tag. So a key can be read in only one way, and only as the fields of the request.
 """
 
 from __future__ import annotations
@@ -24,19 +25,19 @@ if TYPE_CHECKING:
     from google.protobuf.descriptor import Descriptor
 
 MAX_KEY_BYTES = 4096
-"""Longest key; longer ones are of calls with long attributes, which cost more to remember."""
+"""Maximum length of a key; longer ones belong to calls with long attributes, which cost more to remember."""
 
 _KEEP, _CUT, _DROP, _ENTER = range(4)
-"""What becomes of a field: it stays, its bytes go and their length stays, it goes whole, or it is entered."""
+"""What is done with a field: keep it, cut its bytes but keep their length, drop it, or enter its message."""
 _LEFT_OUT: Mapping[str, Mapping[str, int]] = {
     "npugrad.v1.Tensor": {"data": _CUT, "padding": _DROP},
     "npugrad.v1.Recipe": {"seed": _DROP, "digest": _DROP},
     "npugrad.v1.SharedMemoryRegion": {"name": _DROP, "offset": _DROP},
     "npugrad.v1.CallOptions": {"label": _DROP, "priority": _DROP},
 }
-"""What no plan depends on, by message and field."""
+"""Fields on which no plan depends, by message and name."""
 _WITHOUT_PRESENCE = frozenset({"npugrad.v1.CallOptions"})
-"""Messages that mean the same unset and empty."""
+"""Messages that mean the same whether unset or empty."""
 
 _FIXED = {
     FieldDescriptorProto.TYPE_DOUBLE: (1, 8),
@@ -46,18 +47,18 @@ _FIXED = {
     FieldDescriptorProto.TYPE_FIXED32: (5, 4),
     FieldDescriptorProto.TYPE_SFIXED32: (5, 4),
 }
-"""Wire type and length of the types of fixed length."""
+"""Wire type and length of the fixed-length types."""
 _DELIMITED = frozenset(
     (FieldDescriptorProto.TYPE_STRING, FieldDescriptorProto.TYPE_BYTES, FieldDescriptorProto.TYPE_MESSAGE)
 )
 
 
 class Signature(NamedTuple):
-    """The signature of one request, and what is not in it.
+    """The signature of one request, and the fields left out of it.
 
     Attributes:
-        key: What requests that are planned alike have in common, and others do not.
-        taken: Values of the fields that are not in it, by name: numbers, views of the request, and mappings
+        key: Equal for requests with the same plan, different for others.
+        taken: Values of the fields left out of the key, by name: numbers, views of the request, and mappings
             for messages; only fields that are set.
     """
 
@@ -72,26 +73,26 @@ class SignatureReader:
     """
 
     def __init__(self, request: Descriptor, rpc: str) -> None:
-        """Looks at the message's fields once.
+        """Collects the message's fields, once.
 
         Args:
             request: Descriptor of the operator's request.
-            rpc: What tells its keys from those of the same request in another RPC.
+            rpc: Distinguishes its keys from those of the same request in another RPC.
         """
         self._fields = _fields_of(request, {})
         self._prefix = f"{request.full_name} {rpc}\0".encode()
 
     def read(self, data: bytes, start: int = 0) -> Signature | None:
-        """The signature of a serialized request, of which nothing is checked but what tells it from others.
+        """Returns the signature of a serialized request; checks only what distinguishes it from others.
 
         Args:
-            data: What ends with the request.
+            data: Bytes that end with the request.
             start: Where the request begins.
 
         Returns:
-            None where the general way has to say what the request is: a field that is not known or of another
-            wire type, one that is left out of the key twice, a number in more bytes than it needs, a length
-            that lies, a key above `MAX_KEY_BYTES`.
+            None if protobuf has to parse the request: an unknown field or wire type, a repeated field that
+            the key leaves out, a number in more bytes than necessary, a wrong length, or a key longer than
+            `MAX_KEY_BYTES`.
         """
         parts = [self._prefix]
         try:
@@ -102,12 +103,12 @@ class SignatureReader:
         return Signature(key, taken) if len(key) <= MAX_KEY_BYTES else None
 
     def is_plain(self, data: bytes, start: int = 0) -> bool:
-        """Whether each field of a request is known, comes once and has its numbers in the fewest bytes.
+        """Whether each field of a request is known, occurs once and has its numbers in the fewest bytes.
 
-        Requests with the key of a plain one are plain, so one look for each key is enough.
+        Requests with the key of a plain one are plain too, so one check for each key is enough.
 
         Args:
-            data: What ends with the request, which protobuf has parsed.
+            data: Bytes that end with the request, which protobuf has parsed.
             start: Where the request begins.
         """
         try:
@@ -121,15 +122,15 @@ class _Field(NamedTuple):
     name: str
     action: int
     size: int
-    """Bytes of the value where the type says so; else 0, or -1 where a length comes first."""
+    """Bytes of the value if its type has a fixed length; else 0 for a varint, -1 for a length prefix."""
     within: dict[int, _Field]
     """Fields of its message."""
     mark: bytes
     """Its tag."""
     stays: bool
-    """Whether an empty message says anything."""
+    """Whether an empty message differs from an unset one."""
     once: tuple[str, int]
-    """What may be set once: the field, or the oneof that it is in."""
+    """What may be set only once: the field, or its oneof."""
     is_packed: bool
     """Whether it is a list of varints."""
 
@@ -171,15 +172,15 @@ def _action(message: str, name: str, found: Descriptor | None) -> int:
 def _read(  # noqa: C901, PLR0915 -- every call comes here: a function for each part would cost time
     fields: dict[int, _Field], data: bytes, at: int, end: int, parts: list[bytes]
 ) -> dict[str, Any]:
-    """Adds what stays of a message to `parts` and returns the rest.
+    """Adds the kept bytes of a message to `parts` and returns the fields left out.
 
-    Every call comes here for each of its operands, hence no function for what can be said in two lines.
+    Runs for each operand of every call, hence no functions for what takes two lines.
 
     Raises:
-        KeyError, IndexError, ValueError: It is for the general way.
+        KeyError, IndexError, ValueError: Protobuf has to parse the message.
     """
     taken: dict[str, Any] = {}
-    kept = at  # what stays is added a run of fields at a time
+    kept = at  # kept bytes are added a run of fields at a time
     value: Any = None
     while at < end:
         begin = body = at
@@ -194,7 +195,7 @@ def _read(  # noqa: C901, PLR0915 -- every call comes here: a function for each 
             value = data[at]
             at += 1
             if value > 0x7F:
-                if 0 < data[at] <= 0x7F:  # two bytes, as most lengths have
+                if 0 < data[at] <= 0x7F:  # two bytes, like most lengths
                     value += (data[at] - 1) << 7
                     at += 1
                 else:
@@ -205,7 +206,7 @@ def _read(  # noqa: C901, PLR0915 -- every call comes here: a function for each 
                 if action == _KEEP and value > MAX_KEY_BYTES:
                     raise ValueError(name)
         if action == _KEEP:
-            if at - kept > MAX_KEY_BYTES:  # else millions of tiny fields are read for nothing
+            if at - kept > MAX_KEY_BYTES:  # else millions of tiny fields would be read in vain
                 raise ValueError(name)
             continue
         if name in taken or at > end:
@@ -228,7 +229,7 @@ def _read(  # noqa: C901, PLR0915 -- every call comes here: a function for each 
 
 
 def _check(fields: dict[int, _Field], data: bytes, at: int, end: int) -> None:
-    """Looks at each field of a message; raises as `_read` does."""
+    """Checks each field of a message; raises as `_read` does."""
     seen = set()
     while at < end:
         number, at = read_varint(data, at)

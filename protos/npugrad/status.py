@@ -1,8 +1,8 @@
-"""Errors on the wire: `google.rpc.Status` with ErrorInfo, BadRequest and RetryInfo, both ways.
+"""Encodes and decodes errors: `google.rpc.Status` with ErrorInfo, BadRequest and RetryInfo.
 
-The status stays under 4 KiB serialized, because gRPC loses statuses above about 8 KiB of metadata: the
-first violation is carried whole, the others as identifier and operands while they fit, and
-`violations_total` tells how many there are. `Validate` gives all.
+A serialized status stays under 4 KiB, because gRPC loses statuses above about 8 KiB of metadata: the first
+violation is sent in full, the others as identifier and operands while they fit, and `violations_total` is the
+number of all. `Validate` returns all of them.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def ascii_message(text: str, limit: int = MAX_MESSAGE_BYTES) -> str:
 
 
 def grpc_status_name(error: NpugradError) -> str:
-    """Name of the gRPC status of an error, by its number and by who found it."""
+    """Name of the gRPC status of an error, by its reason and by who found it."""
     row = error.row
-    # Numbers of the device's runtime come under reasons of our own, which have their own status.
+    # Codes of the device's runtime have reasons of our own, with their own status.
     from_device = isinstance(error, OperatorError) and error.source == "device" and row.code is not None
     return row.device_grpc_status if from_device else row.grpc_status
 
@@ -87,12 +87,12 @@ def _fitting(violations: Iterable[Violation], room: int) -> error_details_pb2.Ba
 def decode_status(
     status: status_pb2.Status, records: Mapping[str, OpRecord] = OPERATORS
 ) -> ErrorDetails | None:
-    """What a status of this service says; None when it is not one of ours."""
+    """Decodes a status of this service; None if it is not one."""
     info = error_details_pb2.ErrorInfo()
     bad_request, retry = error_details_pb2.BadRequest(), error_details_pb2.RetryInfo()
     retry_after_s = None
     for detail in status.details:
-        # Unpack is false, and changes nothing, for a detail of another type.
+        # Unpack returns False and changes nothing for a detail of another type.
         if detail.Unpack(info) or detail.Unpack(bad_request):
             continue
         if detail.Unpack(retry):
@@ -109,7 +109,7 @@ def decode_status(
 def _violation(record: OpRecord | None, entry: error_details_pb2.BadRequest.FieldViolation) -> Violation:
     found, _, expected = entry.description.removeprefix("found ").partition("; expected ")
     operands = tuple(entry.field.split(","))
-    # The record on this side knows the rest, so it need not travel.
+    # The record on this side has the rest, so it is not sent.
     known = next((c for c in record.constraints if c.id == entry.reason), None) if record else None
     if known is None:
         return Violation(entry.reason, 0, operands, found, expected)

@@ -1,8 +1,8 @@
-"""Messages that are serialized once and then sent many times, with other contents each time.
+"""Messages that are serialized once and then sent many times with different contents.
 
-Of the calls of one signature, and of their replies, every byte is the same but the contents of the tensors
-and one field: a call's options, a reply's info. What is the same is joined with what is not, which spares
-protobuf the building, copying and parsing of the message.
+In all calls of one signature, and in all their replies, every byte is the same except the contents of the
+tensors and one field: a call's options, a reply's info. Joining the constant bytes with the varying ones
+saves building, copying and parsing the message with protobuf.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 
 class Template:
-    """A serialized message of which only the contents of some tensors, and one field, differ.
+    """A serialized message in which only the contents of some tensors, and one field, vary.
 
-    That field comes first. It has the lowest number of all, so that what is encoded is what protobuf itself
-    would write; in what is split, it may come last as well.
+    That field comes first: it has the lowest number of all, so that `encode` writes what protobuf would
+    write. In a message to `split` it may also come last.
 
     Thread safety: nothing changes after construction.
 
@@ -41,16 +41,17 @@ class Template:
         (b'1234', 'cpu:0')
 
     Attributes:
-        nbytes: Length of what is encoded, without the field that differs.
+        nbytes: Length of an encoded message without the varying field.
     """
 
     def __init__(self, message: Any, varying: str, contents: Mapping[str, int]) -> None:
-        """The template of messages like this one, which is not kept.
+        """Creates the template of messages like this one, which is not kept.
 
         Args:
-            message: What its tensors hold in `data`, and what is in `varying`, does not matter.
-            varying: Name of its message field that differs.
-            contents: Its tensors whose `data` differs, in the order of their numbers: bytes of it by field.
+            message: The message; the `data` of its tensors and its field `varying` do not matter.
+            varying: Name of its message field that varies.
+            contents: Length of `data` by field, for its tensors whose `data` varies, in the order of their
+                numbers.
         """
         self._class, self._varying = type(message), varying
         slices, heads, places, end, head = [], [], [], 0, b""
@@ -73,10 +74,10 @@ class Template:
 
         Args:
             contents: Contiguous memory for each content, in the template's order.
-            varying: A serialized message of which only the field that differs is set.
+            varying: A serialized message in which only the varying field is set.
 
         Raises:
-            ValueError: A content too many or too few, or one of another length than the template has.
+            ValueError: Too many or too few contents, or one whose length differs from the template's.
         """
         parts = self._parts.copy()
         parts[0], parts[2:-1:2] = varying, contents
@@ -86,12 +87,12 @@ class Template:
         return data
 
     def split(self, data: bytes) -> tuple[list[memoryview], Any] | None:
-        """The contents of a message, as views of it, and a message with the field that differs alone.
+        """Splits a message into its contents, as views of it, and a message with only the varying field.
 
         Returns:
-            None where any other byte is not the template's: it takes protobuf to say what the message is.
+            None if any other byte differs from the template: protobuf has to parse the message.
         """
-        # What opens the template is not the field that differs.
+        # The template's opening cannot be mistaken for the varying field.
         begin = 0 if data.startswith(self._opening) else len(data) - self.nbytes
         if begin < 0 or len(data) < self.nbytes:
             return None
@@ -114,11 +115,11 @@ def announce(message: Any, lengths: Mapping[str, int], chunk_from_bytes: int | N
 
     Args:
         message: A typed request or response.
-        lengths: Bytes of each content.
-        chunk_from_bytes: Length from which they are; None announces none.
+        lengths: Length of each content in bytes.
+        chunk_from_bytes: Length from which contents are sent in chunks; None announces none.
 
     Returns:
-        Bytes of each content that the message is to carry.
+        Length of each content to be sent in the message.
     """
     carried = {}
     for name, nbytes in lengths.items():
@@ -130,9 +131,9 @@ def announce(message: Any, lengths: Mapping[str, int], chunk_from_bytes: int | N
 
 
 def _pieces(message: Any, varying: str, contents: Mapping[str, int]) -> Iterator[tuple[bytes, int | None]]:
-    """What stands before each content, and its length; None with what stands behind the last one of a field.
+    """Yields the bytes before each content with its length, and all other bytes with None.
 
-    No content is made for that, as some are long.
+    No content is allocated for that, because some are long.
     """
     fields = {field.number: (field.name, value) for field, value in message.ListFields()}
     for name in contents:
@@ -151,7 +152,7 @@ def _pieces(message: Any, varying: str, contents: Mapping[str, int]) -> Iterator
 
 
 def _around(tensor: Any, length: int) -> tuple[bytes, bytes]:
-    """What stands in a serialized tensor before content of this length, and behind it."""
+    """The bytes of a serialized tensor before and after content of this length."""
     bare = type(tensor)(**{field.name: value for field, value in tensor.ListFields() if field.name != "data"})
     bare.data = b"\0"
     plain = bare.SerializeToString()

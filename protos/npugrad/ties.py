@@ -11,6 +11,6 @@ if TYPE_CHECKING:
 
 
 def half_pixels(coordinates: npt.NDArray[Any], size: int) -> npt.NDArray[np.float64]:
-    """As many multiples of half a pixel as there are coordinates, from two pixels before the first one."""
+    """Returns a multiple of half a pixel for each coordinate, from two pixels before the first pixel on."""
     count = 2 * size + 9
     return (np.arange(coordinates.size).reshape(coordinates.shape) * 7 % count - 4) / 2

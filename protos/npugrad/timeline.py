@@ -20,21 +20,21 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
 Mark: TypeAlias = "tuple[str, float]"
-"""A stage and when it ended, on the clock of its process. It began at the mark before; one without a name is
-no stage."""
+"""A stage and when it ended, on the clock of its process. It began at the previous mark; a mark without a
+name is not a stage."""
 
 TIMELINE_KEY = "npugrad-timeline-bin"
-"""Metadata key of what a server says of a streamed call when all of it is sent."""
+"""Metadata key of the timeline that a server sends after all of a streamed call."""
 SERVER_STAGES = tuple(name.removeprefix("STAGE_").lower() for name in operators_pb2.Stage.keys()[1:])
 """What a server does for a call, in order: ``decode``, ``validate``, ``receive``, ``queued``, ``lost``,
 ``copy_in``, ``run``, ``copy_out``, ``verify``, ``encode``, ``send_back``."""
 CLIENT_STAGES = ("pack", "send", "wait", "read", "unpack")
 """What a client does: packs the operands, sends them, waits for its next try, reads the chunks of the reply
-and makes arrays of it. ``send`` and ``read`` are those of streamed calls; of one that travels as one message
-gRPC does not tell when it was sent."""
+and makes arrays of it. Only streamed calls have ``send`` and ``read``; for a call in one message gRPC does
+not tell when it was sent."""
 _NUMBERS = {name: number for number, name in enumerate(SERVER_STAGES, 1)}
 _MAX_STAGES = 64
-"""More than there are, with some attempts."""
+"""More than a call with several attempts has."""
 _BAR = 40
 _MOST_SHOWN = 9
 """Stages in the `repr`, the longest ones."""
@@ -131,7 +131,7 @@ class Timeline:
 
     @property
     def transport_s(self) -> float:
-        """Remaining seconds: gRPC, the network, and handing over between threads and processes."""
+        """Remaining seconds: gRPC, the network, and handovers between threads and processes."""
         return max(0.0, self.wall_s - self.covered_s)
 
     def __repr__(self) -> str:
@@ -144,7 +144,7 @@ class Timeline:
         return in_lines("Timeline", [f"{self.operator}: {self.wall_s * 1e3:.1f} ms; {first}", *named])
 
     def _repr_html_(self) -> str:
-        """The table of the stages, and one of the tries where there were several, for notebooks."""
+        """A table of the stages for notebooks, and one of the tries if there were several."""
         rows = [
             (i.stage, i.where, f"{i.start_s * 1e3:.2f}", f"{(i.end_s - i.start_s) * 1e3:.2f}", self._bar(i))
             for i in self.stages
@@ -215,8 +215,8 @@ def serialize_marks(marks: Sequence[Mark]) -> bytes:
 def parse_stages(data: bytes) -> list[tuple[str, float, float]]:
     """The stages that a server sent: name, start and end in seconds from the arrival of the call.
 
-    Whatever cannot be meant is left out: a stage of a later release, times that are no numbers or run
-    backwards. Nothing depends on it but what is shown.
+    Invalid ones are left out: stages of a later release, times that are not numbers or run backwards. They
+    only affect what is shown.
     """
     try:
         message = operators_pb2.Timeline.FromString(data)

@@ -6,8 +6,8 @@ absolute allowance `extra` that an operator's record may add for terms that canc
     each element     |e| <= 10*T*|g| + T*rms(g) + tiny + extra
     the whole tensor mean|e| <= T*(mean|g| + tiny) + extra
 
-where tiny is the smallest normal number of the dtype. An element that is not finite, once g is cast to the
-dtype, must be the same non-finite value in the result; such elements take no part in the rest.
+where tiny is the smallest normal number of the dtype. If g, cast to the dtype, is not finite, the result must
+have the same non-finite value; such elements are excluded from everything else.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _TINY = {
     DType.FLOAT64: 2.0**-1022,
 }
 
-# Elements of a block and bytes of scratch memory one of them needs: some ten float64 values.
+# Scratch memory of a block, and of one of its elements: about ten float64 values.
 _BLOCK_BYTES = 64 * 2**20
 _ELEMENT_BYTES = 80
 
@@ -57,12 +57,12 @@ class Comparison:
         max_absolute_error: max|e| over finite elements.
         max_relative_error: max|e| / max|g| over finite elements; what accuracy tables show.
         mean_relative_error: mean|e| / mean|g| over finite elements.
-        worst: Largest error as a fraction of what is allowed, of elements and mean; above 1 it is too large,
-            infinite where finite and non-finite values do not match.
+        worst: Largest error, of elements and mean, as a fraction of what is allowed; too large above 1,
+            infinite if finite and non-finite values do not match.
         mismatches: Elements outside their tolerance.
         non_finite: Elements that are not finite in the golden values, cast to the dtype.
         size: Elements compared.
-        first_mismatch: Index of the first such element in C order; None when there is none.
+        first_mismatch: Index of the first mismatch in C order; None if there is none.
     """
 
     ok: bool
@@ -87,11 +87,11 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Allowance:
-    """What the formula allows in one tensor.
+    """The errors that the formula allows in one tensor.
 
     Attributes:
         relative: Error of an element, as a share of its golden value.
-        absolute: Error of any element beyond it.
+        absolute: Further error of any element.
         mean: Mean error of all elements.
     """
 
@@ -101,14 +101,14 @@ class Allowance:
 
     @classmethod
     def of(cls, golden: npt.NDArray[Any], got: npt.NDArray[Any], extra: float = 0.0) -> Allowance:
-        """That of a whole tensor; arguments and errors as for `compare`."""
+        """The allowance of a whole tensor; arguments and errors as for `compare`."""
         return _allowance(_scale(golden, got), _tolerance(golden, got), got, extra)
 
     def used(self, golden: npt.NDArray[Any], got: npt.NDArray[Any]) -> Floats:
-        """The share of what is allowed that each of some elements uses; above 1 it is wrong.
+        """The share of the allowance that each of some elements uses; above 1 it is wrong.
 
         Args:
-            golden: Golden values of some elements of the tensor, few enough to be held several times.
+            golden: Golden values of some elements of the tensor, few enough for several copies in memory.
             got: Their results, in the dtype of the tensor and of the same shape.
         """
         shape = np.broadcast_shapes(golden.shape, got.shape)
@@ -124,7 +124,7 @@ class Allowance:
 
 @dataclass(frozen=True)
 class _Scale:
-    """Sums over the golden values whose cast is finite."""
+    """Statistics of the golden values whose cast is finite."""
 
     count: int
     mean: float
@@ -141,7 +141,7 @@ class _Block:
         golden: Golden values in float64, 0 where not `finite`.
         error: |e|, 0 where not `finite`.
         finite: Whether the cast golden value and the result are both finite.
-        unlike: Whether golden value and result are not both finite and not the same.
+        unlike: Whether golden value and result differ and are not both finite.
         non_finite: Golden values that are not finite once cast.
     """
 
@@ -157,9 +157,9 @@ def compare(golden: npt.NDArray[Any], got: npt.NDArray[Any], extra: float = 0.0)
     """Compares a result with golden values, in blocks of bounded memory.
 
     Args:
-        golden: Golden values of any float dtype, best float64, in any layout.
+        golden: Golden values of any float dtype, preferably float64, in any layout.
         got: The result: float32, float16, bfloat16 or float64, of the same shape, in any layout.
-        extra: Absolute error allowed beyond the common formula, as `OpRecord.extra_tolerance` tells.
+        extra: Absolute error allowed beyond the common formula, as from `OpRecord.extra_tolerance`.
 
     Raises:
         ValueError: The shapes differ, or the formula has no tolerance for the result's dtype.
@@ -201,7 +201,7 @@ def wrong_elements(
     Args:
         golden: As for `compare`.
         got: As for `compare`.
-        most: How many to find at most.
+        most: Maximum number to find.
         extra: As for `compare`.
     """
     allowed = Allowance.of(golden, got, extra)
@@ -239,12 +239,12 @@ def _blocks(golden: npt.NDArray[Any], got: npt.NDArray[Any]) -> Iterator[_Block]
 
 
 def _block(start: int, values: Floats, result: Floats, dtype: np.dtype[Any]) -> _Block:
-    """Takes both arrays for its own."""
+    """Overwrites both arrays."""
     cast = _cast(values, dtype)
     finite = np.isfinite(cast) & np.isfinite(result)
     same = (cast == result) | (np.isnan(cast) & np.isnan(result))
     unlike = ~finite & ~same
-    # A golden value whose cast is infinite may itself be finite; it still takes no part in the sums.
+    # A golden value whose cast is infinite may itself be finite; it is excluded from the sums all the same.
     values[~np.isfinite(cast)] = 0.0
     result[~finite] = 0.0
     error = np.abs(np.subtract(result, values, out=result), out=result)
@@ -259,8 +259,8 @@ def _cast(values: Floats, dtype: np.dtype[Any]) -> Floats:
 
 
 def _scale(golden: npt.NDArray[Any], got: npt.NDArray[Any]) -> _Scale:
-    """First pass: what the tolerance is relative to."""
-    count, total, rms, largest = 0, 0.0, 0.0, 0.0  # rms: over all elements, those that take no part being 0
+    """First pass: the statistics to which the tolerance is relative."""
+    count, total, rms, largest = 0, 0.0, 0.0, 0.0  # rms: over all elements, excluded ones being 0
     for span in spans(got.size, _ELEMENT_BYTES, _BLOCK_BYTES):
         values = flat_float64(golden, span.start, span.stop)
         finite = np.isfinite(_cast(values, got.dtype))
@@ -269,7 +269,7 @@ def _scale(golden: npt.NDArray[Any], got: npt.NDArray[Any]) -> _Scale:
         np.abs(values, out=values)
         total += float(values.sum())
         highest = float(values.max())
-        if highest:  # divided by which no square overflows
+        if highest:  # after division by it no square overflows
             values /= highest
             rms = math.hypot(rms, highest * math.sqrt(float(np.square(values).sum()) / got.size))
         largest = max(largest, highest)

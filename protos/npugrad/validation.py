@@ -111,11 +111,11 @@ def _check_metas(record: OpRecord, given: Mapping[str, object]) -> None:
 
 
 def attribute_value(record: OpRecord, param: AttrParam, attrs: Mapping[str, Any]) -> AttrValue:
-    """One attribute, converted to its wire type.
+    """Converts one attribute to its wire type.
 
     Raises:
         MalformedRequest: It is missing, of the wrong type, or out of range.
-        TypeError: None for an attribute that is no pointer.
+        TypeError: None for an attribute that is not a pointer.
     """
     kind = KINDS[param.type]
     value = attrs.get(param.name)
@@ -158,12 +158,12 @@ def validate_call(record: OpRecord, call: CallMeta) -> Verdict:
 
 
 class _Step(NamedTuple):
-    """A constraint in the order of evaluation, where each comes after those that it requires.
+    """A constraint in the order of evaluation, in which each comes after those that it requires.
 
     Attributes:
         constraint: The constraint.
-        requires: Positions in that order.
-        rank: Where it is reported: by class of codes, then by the order of the record.
+        requires: Positions of the required ones in that order.
+        rank: Sort key of the report: class of codes, then the order of the record.
     """
 
     constraint: Constraint
@@ -179,7 +179,7 @@ def _stages(record: OpRecord, product: Product) -> tuple[tuple[_Step, ...], tupl
 
     def stage(alone: bool) -> tuple[_Step, ...]:
         looked_at = [c for c in record.constraints if c.alone is alone and c.applies(product)]
-        # What the product does not have holds.
+        # Constraints that do not apply to the product count as satisfied.
         requires = {c.id: [name for name in c.requires if by_id[name].applies(product)] for c in looked_at}
         order = {name: i for i, name in enumerate(TopologicalSorter(requires).static_order())}
         return tuple(
@@ -195,7 +195,7 @@ def _violations(steps: tuple[_Step, ...], call: CallMeta) -> tuple[Violation, ..
     broken: list[tuple[tuple[int, int], Constraint, Finding]] = []
     for constraint, requires, rank in steps:
         finding = None
-        # Not looked at where what it builds on is broken already.
+        # Skipped if a constraint that it requires is violated already.
         is_checked = all(holds[i] for i in requires)
         if is_checked:
             finding = constraint.check(call)
@@ -219,7 +219,7 @@ def _violation(constraint: Constraint, finding: Finding) -> Violation:
 
 
 def error_from_verdict(record: OpRecord, verdict: Verdict) -> OperatorError:
-    """The exception of a verdict with violations: class by code, message of the first one."""
+    """Creates the exception for a verdict with violations: class by code, message of the first one."""
     first = verdict.violations[0]
     more = len(verdict.violations) - 1
     message = first.message(record.name) + (

@@ -1,15 +1,15 @@
-"""Varints, which are numbers in protobuf's wire format, and tags: for writing and reading fields by hand."""
+"""Varints (numbers in protobuf's wire format) and tags, for writing and reading fields by hand."""
 
 from __future__ import annotations
 
 VARINT, LENGTH_DELIMITED = 0, 2
-"""Wire types: a number; a length and as many bytes."""
+"""Wire types: a number; a length followed by that many bytes."""
 MAX_VARINT_BYTES = 10
-"""Most bytes of a number."""
+"""Maximum bytes of a number."""
 
 
 def tag(number: int, wire_type: int) -> int:
-    """What stands before a field: its number in the message, and how its value is written."""
+    """Returns the tag of a field: its number in the message, and the wire type of its value."""
     return number << 3 | wire_type
 
 
@@ -30,18 +30,18 @@ def encode_varint(value: int) -> bytes:
 
 
 def read_varint(data: bytes, at: int) -> tuple[int, int]:
-    """Reads a number that is written as `encode_varint` does.
+    """Reads a number in the encoding of `encode_varint`.
 
     Args:
-        data: What it is in.
-        at: Index of its first byte, 0 or more; may lie behind the end.
+        data: Bytes that contain it.
+        at: Index of its first byte, 0 or more; may be beyond the end.
 
     Returns:
         The number, and the index of the byte after it.
 
     Raises:
-        ValueError: There is none: cut off, above 2**64 - 1, or in more bytes than it needs, which protobuf
-            takes for some fields and not for others.
+        ValueError: There is none: truncated, above 2**64 - 1, or in more bytes than necessary, which protobuf
+            accepts for some fields only.
     """
     value = shift = 0
     for index in range(at, min(at + MAX_VARINT_BYTES, len(data))):

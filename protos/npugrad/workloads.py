@@ -1,4 +1,4 @@
-"""Calls that tests, demos and measurements make of an operator, as its record describes them."""
+"""Calls of an operator for tests, demos and measurements, as its record describes them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     Sizes = Mapping[str, Any]
 
 BENCH_SIZES = ("small", "medium", "large")
-"""Workloads that every operator has, besides ``"tiny"``, its smallest useful call."""
+"""Workloads that every operator has in addition to ``"tiny"``, its smallest useful call."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,12 +28,13 @@ class Workload:
         name: Name such as ``"decoder"``, used in scenarios and ``npugrad bench --size``.
         sizes: Keywords of the record's `build`, without type and product.
         model: Model that makes calls of this size; empty for an artificial size.
-        simulated: The same kind of call for a simulated device, whose kernels are plain loops; None where no
+        simulated: The same kind of call for a simulated device, whose kernels are plain loops; None if no
             acceptance makes the call.
         reduced: Smaller size for a demo with less time; None if there is none.
         shown: Whether the demo makes the call.
-        raced: Types in which the CPU kernels are measured with it, against others that compute the same.
-        pattern: How sampling points lie there: ``"turned"`` for those of a turned image; else as in samples.
+        raced: Types in which benchmarks compare the CPU kernels with peers on it.
+        pattern: Arrangement of the sampling points: ``"turned"`` for those of a rotated image; else as in
+            samples.
     """
 
     name: str
@@ -69,9 +70,9 @@ class Example:
     """The call of an official example program.
 
     Attributes:
-        reading: How the program is read where that matters, such as ``"as intended"``; else empty.
+        reading: How the program is interpreted if that matters, such as ``"as intended"``; else empty.
         dtype: Type of its first operand.
-        make: Makes it.
+        make: Creates the call.
     """
 
     reading: str
@@ -84,8 +85,8 @@ class Probe:
     """A call whose results can be computed by hand and would reveal a likely mistake.
 
     Attributes:
-        name: What it tells.
-        make: Makes it; what it expects of some outputs is exact in float32.
+        name: What it tests.
+        make: Creates the call; the results that it expects of some outputs are exact in float32.
     """
 
     name: str
@@ -98,13 +99,13 @@ def _nothing() -> dict[str, npt.NDArray[Any]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Expanded:
-    """A float32 call whose operands repeat one element each, so that the host holds next to nothing of it.
+    """A float32 call whose operands repeat one element each, so that it takes next to no host memory.
 
     Attributes:
-        name: For a person.
+        name: Name for display.
         sizes: Keywords of the record's `build`.
         values: The element of each operand.
-        expected: Makes the exact results by output name; without any where nothing is known.
+        expected: Computes the exact results by output name; empty if unknown.
     """
 
     name: str
@@ -117,12 +118,12 @@ class Expanded:
 class Huge:
     """Calls that take much of a device and next to nothing of the host.
 
-    The output that grows is masked out: the operator needs device memory for it, but nobody copies it back.
+    The output that grows is masked out: the operator needs device memory for it, but it is not copied back.
 
     Attributes:
         unit_bytes: Device memory that each unit of `large` needs at least.
-        large: From a number of units, a call that needs so much memory.
-        long: Calls of known results, each two to four times longer than the one before.
+        large: Creates the call that needs the memory of a number of units.
+        long: Calls with known results, each taking two to four times as long as the one before.
     """
 
     unit_bytes: int
@@ -132,21 +133,21 @@ class Huge:
 
 @dataclass(frozen=True, kw_only=True)
 class Workloads:
-    """The calls of an operator that are made for something.
+    """The workloads of one operator.
 
     Attributes:
         named: Sizes by name, the smallest first: tiny, small, medium, large, then those of models.
         variants: Keywords of the record's `build` with the values that small calls combine, in every type.
-        uneven: Keywords of the record's `build` for a small call whose axes differ in size and are no whole
+        uneven: Keywords of the record's `build` for a small call whose axes differ in size and are not whole
             vectors. References and CPU kernels must compute it, though a device may refuse it.
-        canary: Keywords of the record's `build` for the least call that tells a right device from a wrong
-            one, of sizes that differ; where a device refuses it, the tiny one is taken. Empty takes `uneven`.
-        examples: Those of the official pages.
-        probes: Calls that an acceptance compares with numbers worked out by hand.
-        flops: From sizes, the operations that the formula needs; None where memory is the limit.
-        fixed: From sizes, the operands that they fix but no meta tells; None where metas tell all.
-        huge: Calls that fill a device; None where the operator has no output that is needed but not wanted.
-        ties: Moves, in place, operands of a small call to where a gradient jumps; None where none jumps.
+        canary: Keywords of the record's `build` for the smallest call that reveals a device that computes
+            wrongly, with sizes that differ; if a device refuses it, the tiny one is used. Empty: `uneven`.
+        examples: Examples of the official pages.
+        probes: Calls that an acceptance compares with results computed by hand.
+        flops: From sizes, the operations that the formula needs; None if memory is the limit.
+        fixed: From sizes, the operands that they determine but metas do not; None if there are none.
+        huge: Calls that fill a device, by an output that is allocated though masked out; else None.
+        ties: Moves operands of a small call, in place, to where a gradient jumps; None if none jumps.
     """
 
     named: Mapping[str, Workload]
@@ -162,7 +163,7 @@ class Workloads:
 
     @property
     def accepted(self) -> tuple[Workload, ...]:
-        """Those that an acceptance makes."""
+        """Workloads that an acceptance makes."""
         return tuple(each for each in self.named.values() if each.simulated is not None)
 
 

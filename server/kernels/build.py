@@ -1,8 +1,8 @@
 """Builds the CPU kernels: `python server/kernels/build.py` with any C++17 compiler, nothing else.
 
-One shared library for each variant of the instruction set, from the same sources; the loader picks one by
-the flags of the processor. They land in `npugrad_server/backends/cpu/lib`, beside the loader, so that an
-installed and an editable package find them alike. What is up to date is not built again.
+Makes one shared library for each variant of the instruction set, from the same sources; the loader picks one
+by the CPU's flags. They go to `npugrad_server/backends/cpu/lib`, next to the loader, so that installed and
+editable packages find them the same way. Libraries that are up to date are not rebuilt.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SOURCES = Path(__file__).resolve().parent
 LIBRARIES = SOURCES.parent / "npugrad_server" / "backends" / "cpu" / "lib"
 COMPILERS = ("c++", "g++", "clang++")
 SETTING = "NPUGRAD_BUILD_KERNELS"
-"""Environment variable: ``0`` builds none where that is optional, ``1`` makes it an error to do without."""
+"""Environment variable: ``0`` builds none if the build is optional, ``1`` makes having none an error."""
 
 _AVX2 = ("-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2")
 _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512")
@@ -33,13 +33,13 @@ VARIANTS: dict[str, dict[str, tuple[str, ...]]] = {
     "x86_64": {"avx512": (*_AVX2, *_AVX512), "avx2": _AVX2, "baseline": ()},
     "aarch64": {"neon": ()},
 }
-"""Flags of each variant by machine."""
+"""Compiler flags of each variant, by machine."""
 FLAGS = (
     "-std=c++17",
     "-O3",
-    # A product and the sum it goes into are fused where the variant can: vector types have no other way to
-    # say it portably. Nothing else of the floating-point rules is given up. Results of variants differ in
-    # last bits; one variant always repeats its own.
+    # Fuses a product and the sum it goes into where the variant can: vector types have no other portable way
+    # to say it. All other floating-point rules are kept. Results of variants differ in the last bits; each
+    # variant always reproduces its own.
     "-ffp-contract=fast",
     "-fno-math-errno",
     "-fno-trapping-math",
@@ -53,11 +53,11 @@ FLAGS = (
 )
 LINK = ("-shared", "-pthread", "-Wl,-z,defs")
 EXPORTS = SOURCES / "exports.map"
-# One C++ runtime inside: a process that has another one, such as torch's, keeps it to itself.
+# With its own C++ runtime inside: a process may have another one, such as torch's.
 STATIC = ("-static-libstdc++", "-static-libgcc", "-s")
 SANITIZERS = {
     "address": ("-fsanitize=address", "-fno-omit-frame-pointer", "-g", "-O1"),
-    # What does not fit the integer it becomes is no part of `undefined` in GCC.
+    # GCC's `undefined` does not include floats that do not fit the integer they are converted to.
     "undefined": ("-fsanitize=undefined,float-cast-overflow", "-fno-sanitize-recover=all", "-g", "-O1"),
     "thread": ("-fsanitize=thread", "-g", "-O1"),
 }
@@ -68,7 +68,7 @@ class BuildError(RuntimeError):
 
 
 class NoCompiler(BuildError):
-    """There is nothing here to build them with; an optional build does without them."""
+    """There is no compiler here; an optional build does without the kernels."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Built:
 
     Attributes:
         variant: Its instruction set.
-        path: Where it lies.
+        path: Its path.
         fresh: Whether this run made it.
     """
 
@@ -87,11 +87,11 @@ class Built:
 
 
 def find_compiler() -> list[str]:
-    """The command of the C++ compiler: CXX, else the first of `COMPILERS` that is there.
+    """The command of the C++ compiler: CXX, else the first of `COMPILERS` that exists.
 
     Raises:
         NoCompiler: There is none.
-        BuildError: CXX names one that is not there.
+        BuildError: CXX names one that does not exist.
     """
     given = os.environ.get("CXX", "")
     if given:
@@ -128,12 +128,12 @@ def build(
     """Builds the libraries.
 
     Args:
-        out: Folder they land in; made if it is missing.
-        variants: Which; None for all of the machine.
+        out: Output folder; made if it is missing.
+        variants: Variants to build; None for all of the machine's.
         target: Machine to build for, as `VARIANTS` names it; None for this one.
         compiler: Command of the compiler; None finds one.
-        sanitizers: Of `SANITIZERS`: such libraries are for tests.
-        jobs: Compilers at once; None for one per processor.
+        sanitizers: Names in `SANITIZERS`; such libraries are for tests.
+        jobs: Compilers that run at once; None for one per processor.
 
     Raises:
         BuildError: There is no compiler, it failed, or there are no variants for the machine.
@@ -161,7 +161,7 @@ def build(
 
 
 class _Library:
-    """One variant on its way; a stamp beside the library tells what it was made of."""
+    """One variant being built; a stamp next to the library identifies what it was made from."""
 
     def __init__(self, out: Path, variant: str, flags: list[str], command: list[str], version: str) -> None:
         self.variant, self.path = variant, out / library_name(variant)
@@ -190,7 +190,7 @@ class _Library:
     def finish(self, folder: Path, *, static: bool) -> None:
         warnings = "".join(each.result() for each in self._done)
         draft = folder / self.path.name
-        # Without the flags of the variant: Zig would build its C++ runtime again for each.
+        # Without the variant's flags: Zig would rebuild its C++ runtime for each variant.
         flags = [flag for flag in self._flags if not flag.startswith("-m")]
         link = [*self._command, *flags, *LINK, f"-Wl,--version-script={EXPORTS}", "-o", str(draft)]
         link += map(str, self._objects.values())
@@ -204,7 +204,7 @@ class _Library:
                 raise
             _run(link)  # a compiler without static runtimes
         sys.stderr.write(warnings)
-        # Renamed when complete: a process that starts meanwhile loads the old one or the new one.
+        # Renamed when complete: a process that starts meanwhile loads either the old one or the new one.
         complete = self.path.with_name(f"{self.path.name}.{os.getpid()}")
         shutil.copyfile(draft, complete)
         complete.chmod(0o755)
@@ -223,7 +223,7 @@ def _run(command: list[str]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Builds and tells what was done."""
+    """Builds the libraries and prints what was done."""
     parser = argparse.ArgumentParser(prog="build.py", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=LIBRARIES, help="folder of the libraries")
     parser.add_argument("--variant", action="append", help="of this machine; all by default")

@@ -1,10 +1,10 @@
-"""The build hook: compiles the CPU kernels into the wheel, or beside the sources of an editable install.
+"""The build hook: compiles the CPU kernels into the wheel, or next to the sources of an editable install.
 
-`NPUGRAD_BUILD_KERNELS=0` leaves them out; `1` makes a failure an error. Else, without a compiler or when it
-fails, the install goes on: the CPU backend then runs the reference and says so.
+`NPUGRAD_BUILD_KERNELS=0` leaves them out; `1` makes a failure an error. Otherwise, if there is no compiler or
+it fails, the install continues: the CPU backend then runs the reference and says so.
 
-`NPUGRAD_WHEEL_PLATFORM=manylinux_2_28_aarch64` makes a wheel for others; CXX has to be a compiler for that
-glibc and machine. `make wheels` has one.
+`NPUGRAD_WHEEL_PLATFORM=manylinux_2_28_aarch64` makes a wheel for other machines; CXX must be a compiler for
+that glibc and machine. `make wheels` has one.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _PLATFORM = "NPUGRAD_WHEEL_PLATFORM"
 
 
 class KernelsBuildHook(BuildHookInterface):  # type: ignore[type-arg, misc, unused-ignore]
-    """Runs `build.py` before a wheel is put together."""
+    """Runs `build.py` before a wheel is assembled."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Builds the libraries and makes the wheel one of their platform, for any Python 3."""
+        """Builds the libraries and tags the wheel with their platform, for any Python 3."""
         build = _build_module(Path(self.root) / "kernels" / "build.py")
         wanted = os.environ.get(build.SETTING, "").strip()
         platform = os.environ.get(_PLATFORM, "").strip()
@@ -48,8 +48,8 @@ class KernelsBuildHook(BuildHookInterface):  # type: ignore[type-arg, misc, unus
             )
             return
         if version == "editable":
-            return  # the loader finds them beside itself
-        # Ignored by git, so named one by one.
+            return  # the loader finds them next to itself
+        # Git ignores them, so they are named one by one.
         for one in made:
             build_data["force_include"][str(one.path)] = f"{_PACKAGE}/{one.path.name}"
         build_data["pure_python"] = False
@@ -65,7 +65,7 @@ class KernelsBuildHook(BuildHookInterface):  # type: ignore[type-arg, misc, unus
             raise build.BuildError(
                 f"found {_PLATFORM}={platform}; expected one such as manylinux_2_28_x86_64"
             )
-        # Not beside the loader, which would take them on this machine.
+        # Not next to the loader, which would load them on this machine.
         return build.build(root / "build" / platform, target=known[1])
 
 

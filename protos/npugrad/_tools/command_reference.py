@@ -1,4 +1,4 @@
-"""The reference of a command line, as its own parser tells it."""
+"""The reference of a command line, generated from its parser."""
 
 from __future__ import annotations
 

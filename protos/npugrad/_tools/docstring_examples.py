@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
 
 class DocstringExamples(Extension):  # type: ignore[misc]  # not installed beside mypy
-    """Has examples shown as code, not as prose with brackets that look like links."""
+    """Shows examples as code, not as prose with brackets that look like links."""
 
     def on_object(self, *, obj: Object, **_: Any) -> None:
-        """Is called for each module, class, function and attribute."""
+        """Renames the section in the docstring of a module, class, function or attribute."""
         if obj.docstring is not None:
             obj.docstring.value = re.sub(r"^Example:$", "Examples:", obj.docstring.value, flags=re.MULTILINE)

@@ -1,4 +1,4 @@
-"""Print what both distributions require, as pip wants it: at its oldest, or for another Python version.
+"""Print the requirements of both distributions for pip: the oldest, or those for another Python version.
 
 ``make check-floor`` installs the oldest versions and makes calls with them (tests/project/floor_call.py);
 ``make check-wheels`` resolves the newest for Python versions that this machine may not have.
@@ -24,7 +24,7 @@ RESOLVED_EXTRAS = (*EXTRAS, "demo", "otel", "dev")
 
 
 def requirements(extras: tuple[str, ...] = ()) -> list[Requirement]:
-    """Return what the contract, the client and the server need, and ``extras``, in the order of the files."""
+    """Return what contract, client, server and ``extras`` require, in the order of the files."""
     project, server = (
         tomllib.loads((ROOT / name).read_text("utf-8"))["project"]
         for name in ("pyproject.toml", "server/pyproject.toml")
@@ -40,7 +40,7 @@ def oldest(requirement: Requirement) -> str:
     """Return the requirement pinned to its floor, for instance ``numpy==1.26``.
 
     Raises:
-        SystemExit: The requirement has no floor, so nobody knows with which version it was tried.
+        SystemExit: The requirement has no floor, so the oldest version that was tested is unknown.
     """
     floors = [clause.version for clause in requirement.specifier if clause.operator == ">="]
     if len(floors) != 1:
@@ -62,7 +62,7 @@ def applies(requirement: Requirement, python: str) -> bool:
 
 
 def main() -> None:
-    """Print one requirement a line."""
+    """Print one requirement per line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     form = parser.add_mutually_exclusive_group(required=True)
     form.add_argument("--oldest", action="store_true", help="pinned to the lower bounds")

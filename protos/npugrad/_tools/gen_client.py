@@ -104,7 +104,7 @@ _CLASSES = (
     ("Operators", "methods", "def", ""),
     ("AsyncOperators", "coroutines", "async def", "await "),
 )
-"""The classes of methods: name, what the methods are, and how they are defined and call."""
+"""The classes of methods: name, kind of methods, and the keywords by which they are defined and call."""
 
 CLASS_BY_CODE = {code: cls for cls in (NullOperand, InvalidOperand, TilingError) for code in cls.codes}
 _COMMON = (
@@ -153,7 +153,7 @@ def _wrap(text: str, indent: int, first: str = "") -> str:
 
 
 def _tensor_doc(param: TensorParam) -> str:
-    """The record's text; dtypes and null only where it does not tell them itself."""
+    """The record's text, with dtypes and null added if it does not mention them."""
     text = param.doc
     if "dtype of" not in text and not any(str(d) in text for d in DType):
         every = dict.fromkeys(str(d) for dtypes in param.dtypes.values() for d in dtypes)
@@ -186,7 +186,7 @@ def _result_class(record: OpRecord) -> str:
     lines += [f'    """Results of `{record.name}`{note}.', "", "    Attributes:"]
     lines += [_wrap(_tensor_doc(p), 8, f"{p.name}: ") for p in record.outputs]
     lines += [_wrap("Where the results come from, and how long each stage took.", 8, "info: "), '    """', ""]
-    # A masked-out one is None; nobody who asked for it should have to say that it is not.
+    # A masked-out one is None, but callers who asked for it should not have to rule that out.
     lines += [f"    {p.name}: Array" + " | Any" * (p.masked_by is not None) for p in record.outputs]
     lines += ["    info: ExecutionInfo"]
     return "\n".join(lines)
@@ -208,7 +208,7 @@ def _argument_doc(param: Param) -> str:
 
 
 def _raises(record: OpRecord) -> list[str]:
-    """One line for each class of errors, the aclnn numbers that the record's constraints give first."""
+    """One line for each class of errors, starting with the aclnn codes of the record's constraints."""
     sentences: dict[str, str] = {}
     for code in dict.fromkeys(c.code for c in record.constraints if not c.alone):
         sentences[CLASS_BY_CODE[code].__name__] = f"{code}. {BY_CODE[code].sentence}"

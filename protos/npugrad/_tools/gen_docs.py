@@ -3,7 +3,7 @@
     python protos/npugrad/_tools/gen_docs.py            writes them
     python protos/npugrad/_tools/gen_docs.py --check    fails when a file differs
 
-Each stands between `<!-- generated: NAME -->` and `<!-- end of NAME -->`.
+Each is between `<!-- generated: NAME -->` and `<!-- end of NAME -->`.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def parameters() -> str:
 
 
 def _rules(record: OpRecord) -> str:
-    """Every rule; below those where document and vendor source differ stands what is known of both."""
+    """Every rule, with a note where document and vendor source differ."""
     rows = []
     for rule in record.constraints:
         only = "" if rule.products is None else f" On {', '.join(sorted(rule.products))} only."
@@ -111,7 +111,7 @@ def generators() -> str:
 
 
 def draws() -> str:
-    """What the records say of each operand: what is drawn for calls that are like real ones."""
+    """The distribution of each operand in the records, for realistic calls."""
     rows = []
     for record in OPERATORS.values():
         shown = [f"`{p.name}` {_draw(p)}" for p in record.inputs if p.draw is not None]
@@ -165,7 +165,7 @@ def metrics() -> str:
 
 
 def _public(module: str) -> list[str]:
-    """The public names of a module of the client, which is not imported: JAX may be missing."""
+    """The public names of a module of the client, without importing it: JAX may be missing."""
     path = ROOT / "client" / Path(*module.split("."))
     source = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     for node in ast.parse(source.read_text("utf-8")).body:
@@ -175,7 +175,7 @@ def _public(module: str) -> list[str]:
 
 
 def api(module: str) -> str:
-    """What mkdocstrings makes an entry of: each public name of a module, exceptions apart."""
+    """The entries for mkdocstrings: each public name of a module, exceptions only in their own module."""
     errors = _public("npugrad_client.errors")
     names = [name for name in _public(module) if module.endswith(".errors") or name not in errors]
     return "\n" + "\n".join(f"::: {module}.{name}\n{_ENTRY_OPTIONS.get(name, '')}" for name in names)
@@ -199,7 +199,7 @@ PARTS: dict[str, Callable[[], str]] = {
 
 
 def generate(text: str) -> str:
-    """The text of a file with all its generated parts made anew; raises KeyError for a mark nobody knows."""
+    """The text of a file with all its generated parts regenerated; raises KeyError for an unknown mark."""
     return _BLOCK.sub(lambda match: match[1] + PARTS[match["name"]]() + match[3], text)
 
 

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[3]
 CHART = ROOT / "deploy/helm/npugrad"
 FOLDER = ROOT / "deploy/kubernetes"
 PROFILES = {"npu.yaml": "mindcluster", "cpu.yaml": "cpu"}
-"""Each file with the profile that it is rendered from."""
+"""Each file with the profile from which it is rendered."""
 _HEAD = """\
 # Rendered from deploy/helm/npugrad with profiles/{profile}.yaml by `make gen`; edit the chart, not this file.
 # npu.yaml and cpu.yaml share their names on purpose: only one of them can be in a namespace, so a Service
@@ -33,7 +33,7 @@ def rendered(name: str) -> str:
         found = chart.render(values, name="npugrad", namespace="default")
     parts = [text.strip() for path, text in sorted(found.items()) if path.endswith(".yaml") and text.strip()]
     text = _HEAD.format(profile=profile) + "".join(f"---\n{part}\n" for part in parts)
-    # Nothing of Helm's manages what kubectl applies.
+    # Helm does not manage what kubectl applies.
     return "".join(line for line in text.splitlines(True) if "app.kubernetes.io/managed-by:" not in line)
 
 

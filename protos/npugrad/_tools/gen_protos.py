@@ -1,11 +1,11 @@
-"""Compile the protos, those of the contract and the tests' own, byte for byte the same on every machine.
+"""Compile the protos of the contract and of the tests, byte for byte the same on every machine.
 
-Run by path (``python protos/npugrad/_tools/gen_protos.py [--check]``) in the environment that
-``make gen`` keeps in ``.venv-gen``: importing the package would already need the files made here.
+Run by path (``python protos/npugrad/_tools/gen_protos.py [--check]``) in the environment that ``make gen``
+keeps in ``.venv-gen``: importing the package would already need the generated files.
 
-The toolchain is pinned to the *oldest* one that serves our Python range, because generated code
-refuses to run under a protobuf or grpcio older than its generator: these pins are the runtime floors
-in ``pyproject.toml``. Moving one is a commit of its own.
+The toolchain is pinned to the *oldest* one that supports our Python range, because generated code refuses to
+run under a protobuf or grpcio older than its generator: these pins are the runtime floors in
+``pyproject.toml``. Change each in a separate commit.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
 FOLDERS = {Path("npugrad/v1"): ROOT / "protos", Path("tests/synthetic"): ROOT}
-"""Folders with protos, as Python imports them, and where each begins."""
+"""Folders with protos, by import path, and the root of each."""
 PINS = {"grpcio-tools": "1.67.1", "mypy-protobuf": "3.6.0"}
 SUFFIXES = ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py", "_pb2_grpc.pyi")
 
 
 def require_pins() -> None:
-    """End with a sentence if the running environment is not the pinned one.
+    """Exit with a message if the running environment is not the pinned one.
 
     Raises:
-        SystemExit: A tool has another version than pinned; the message names tool, found and expected.
+        SystemExit: A tool's version is not the pinned one; the message names tool, found and expected.
     """
     for name, expected in PINS.items():
         try:
@@ -39,7 +39,7 @@ def require_pins() -> None:
 
 
 def sources() -> list[Path]:
-    """Return the proto files as protoc is to name them, sorted: output must not depend on the disk."""
+    """Return the proto files as protoc should name them, sorted: output must not depend on the disk."""
     return sorted(
         path.relative_to(root) for folder, root in FOLDERS.items() for path in (root / folder).glob("*.proto")
     )
@@ -55,7 +55,7 @@ def compile_into(target: Path) -> dict[str, bytes]:
         Contents by path, for instance ``npugrad/v1/tensor_pb2.py``.
 
     Raises:
-        SystemExit: protoc refused a file; protoc itself has said why.
+        SystemExit: protoc refused a file; it has printed the reason itself.
     """
     from grpc_tools import protoc
 
@@ -65,7 +65,7 @@ def compile_into(target: Path) -> dict[str, bytes]:
     plugins = [
         f"--plugin=protoc-gen-{name}={scripts / f'protoc-gen-{name}'}" for name in ("mypy", "mypy_grpc")
     ]
-    # protoc finds the well-known types that grpcio-tools ships beside itself.
+    # grpcio-tools ships the well-known types in its own folder.
     includes = [*(f"-I{root}" for root in FOLDERS.values()), f"-I{Path(protoc.__file__).parent / '_proto'}"]
     status = protoc.main(["protoc", *includes, *plugins, *outputs, *map(str, sources())])
     if status != 0:
@@ -87,7 +87,7 @@ def is_bare_stub(path: Path) -> bool:
 
 
 def as_committed(content: bytes) -> bytes:
-    """Return the content with exactly one newline at its end, as the repository's own rules ask of text."""
+    """Return the content with exactly one newline at its end, as the repository requires of text."""
     return content.rstrip() + b"\n"
 
 
@@ -102,7 +102,7 @@ def committed() -> dict[str, bytes]:
 
 
 def place(name: str) -> Path:
-    """Return where a generated file lies in the working tree."""
+    """Return the path of a generated file in the working tree."""
     return FOLDERS[Path(name).parent] / name
 
 
@@ -125,7 +125,7 @@ def drift(fresh: dict[str, bytes], present: dict[str, bytes]) -> list[str]:
 
 
 def write(fresh: dict[str, bytes], present: dict[str, bytes]) -> None:
-    """Bring the working tree to ``fresh``; files that are the same keep their time stamps."""
+    """Bring the working tree to ``fresh``; unchanged files keep their timestamps."""
     for name in present.keys() - fresh.keys():
         place(name).unlink()
     for name, content in fresh.items():

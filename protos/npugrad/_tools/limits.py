@@ -1,8 +1,8 @@
-"""Limits that no linter has: the length of files and functions, one definition for a public class name.
+"""Limits that no linter checks: the length of files and functions, one definition per public class name.
 
-A file counts with all its lines, a function from the first line after its docstring: what is above documents
-its parameters, of which a command has many. Generated files do not count. Tests may be longer, and may each
-have a helper of the same name.
+All lines of a file count; those of a function count from the first line after its docstring, because what is
+above documents its parameters, of which a command has many. Generated files are exempt. Tests may be longer,
+and may each have a helper of the same name.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PACKAGES = ("protos/npugrad", "server/npugrad_server", "client/npugrad_client")
 
 
 class Limit(NamedTuple):
-    """The most lines of a file, and of a function in it."""
+    """Maximum number of lines of a file, and of a function in it."""
 
     file: int
     function: int
@@ -45,7 +45,7 @@ EXCEPTIONS = {
     "server/npugrad_server/metrics.py:Metrics._make_pool_counters": "a table of metrics",
     "tests/server/pool/test_scheduler_properties.py": "one state machine",
 }
-"""Path, or path and function with its classes: why it may be longer."""
+"""Why a file, or a function given with its classes, may be longer."""
 
 
 def python_files(root: Path, folders: tuple[str, ...]) -> Iterator[Path]:
@@ -57,7 +57,7 @@ def python_files(root: Path, folders: tuple[str, ...]) -> Iterator[Path]:
 
 
 def too_long(root: Path, path: Path, limit: Limit) -> Iterator[tuple[str, str]]:
-    """What of a file exceeds the limit: its name in `EXCEPTIONS`, and what was found."""
+    """The parts of a file that exceed the limit: name as in `EXCEPTIONS`, and what was found."""
     text, name = path.read_text(), path.relative_to(root).as_posix()
     lines = text.count("\n")
     if lines > limit.file:
@@ -82,7 +82,7 @@ def _functions(scope: ast.AST, around: str = "") -> Iterator[tuple[str, Function
 
 
 def defined_twice(root: Path, folders: tuple[str, ...] = PACKAGES) -> Iterator[tuple[str, str]]:
-    """Public class names that a module defines though another has a class of that name."""
+    """Public class names that are defined more than once."""
     classes, places = set(), defaultdict(list)
     for path in python_files(root, folders):
         for node in _top_level(ast.parse(path.read_text()).body):
@@ -96,7 +96,7 @@ def defined_twice(root: Path, folders: tuple[str, ...] = PACKAGES) -> Iterator[t
 
 
 def _top_level(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Statements of a module, those that only type checkers see included."""
+    """Statements of a module, including those that only type checkers see."""
     for node in body:
         if isinstance(node, ast.If):
             yield from _top_level(node.body)
@@ -118,7 +118,7 @@ def _names(node: ast.stmt) -> list[str]:
 
 
 def problems(root: Path = ROOT, exceptions: dict[str, str] | None = None) -> list[str]:
-    """Every violation, and every exception that nothing needs."""
+    """Every violation, and every unneeded exception."""
     allowed = EXCEPTIONS if exceptions is None else exceptions
     long: dict[str, str] = {}
     for folders, limit in ((PACKAGES, SHIPPED), (("tests",), TESTS)):

@@ -1,4 +1,4 @@
-"""The metrics of a server, as its own registry tells them."""
+"""The metrics of a server, from its own registry."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class MetricRow(NamedTuple):
     """One metric.
 
     Attributes:
-        name: As the page has it; of a histogram without what is appended.
+        name: As on the metrics page; of a histogram without its suffixes.
         kind: Such as ``"counter"``.
         labels: Names of its labels.
-        meaning: What the page says of it.
+        meaning: Its description on the page.
     """
 
     name: str
@@ -43,7 +43,7 @@ class MetricRow(NamedTuple):
 
 
 class _NoPool:
-    """A pool without a device: what its metrics are does not depend on that."""
+    """A pool without a device: which metrics there are does not depend on that."""
 
     def stats(self) -> PoolStats:
         return PoolStats(0, 0, 0, 0, 0, 0, 0, 0, 0)
@@ -53,12 +53,12 @@ class _NoPool:
 
 
 def all_metrics() -> list[MetricRow]:
-    """Every metric of a server that serves TLS, by name; one in plaintext has none beside them."""
+    """Every metric of a server with TLS, by name; one without TLS has no others."""
     return asyncio.run(_all_metrics())
 
 
 async def _all_metrics() -> list[MetricRow]:
-    """Registers what `npugrad_server.app` does; a test compares the outcome with the page of a server."""
+    """Registers what `npugrad_server.app` registers; a test compares the result with a server's page."""
     metrics = Metrics("", "")
     registry = metrics.registry
     LoopLag(registry)
@@ -78,7 +78,7 @@ def _tls_settings(folder: Path) -> ServerSettings:
 def _rows(registry: CollectorRegistry) -> Iterator[MetricRow]:
     for collector in list(registry._collector_to_names):
         for metric in collector.collect():
-            # A metric knows its labels, but tells them only of values that it has.
+            # A metric knows its labels, but lists them only for values that it has.
             labelled = collector if isinstance(collector, MetricWrapperBase) else metric
             labels = tuple(getattr(labelled, "_labelnames", ()))
             name = f"{metric.name}_total" if metric.type == "counter" else metric.name

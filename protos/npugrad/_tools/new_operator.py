@@ -1,7 +1,7 @@
-"""Begins another operator from its official page: `make new-operator PAGE=aclnnRmsNormGrad.md`.
+"""Starts a new operator from its official page: `make new-operator PAGE=aclnnRmsNormGrad.md`.
 
-Writes messages, record, rules, workloads, reference, tests and the rows of the page, and names the operator
-where they are listed. What a page does not tell is a TODO, which fails a test with the number of its step.
+Writes messages, record, rules, workloads, reference, tests and the rows of the page, and adds the operator to
+the lists of operators. What a page does not specify becomes a TODO, which fails a test with its step number.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _LINES = (
     ("signed", "tests/congruence/signatures.py", r'.*?PROTOTYPES = """.*?(?="""\n)'),
     ("told", "CHANGELOG.md", r".*?## \[Unreleased\].*?### Added\n.*?\n(?=\n#)"),
 )
-"""What is put into a file, and after what of it."""
+"""Each addition to an existing file: its name, the file, and a pattern of the text before it."""
 _ATTRIBUTES: dict[AttrType, tuple[str, str, str]] = {
     "int64": ("optional int64", "int", "0"),
     "int32": ("optional int32", "int", "0"),
@@ -64,12 +64,12 @@ _ATTRIBUTES: dict[AttrType, tuple[str, str, str]] = {
     "bool_array": ("BoolArray", "tuple[bool, ...] | None", "(True,)"),
     "scalar": ("Scalar", "Scalar | None", 'Scalar("float32", 1.0)'),
 }
-"""For each kind of attribute its field in a message, its type in Python and some value."""
+"""For each kind of attribute: its field in a message, its type in Python and an example value."""
 _FLOATS = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
 
 
 class _Operator:
-    """What the templates ask of a page."""
+    """What the templates need from a page."""
 
     def __init__(self, page: Page) -> None:
         self.page = page
@@ -87,7 +87,7 @@ class _Operator:
         self.repository = page.repository or "TODO"
 
     def sources(self, code: int, word: str, more: str) -> str:
-        """The first row of a code with a word in it, and more, as code."""
+        """Sources as code: the first row of a return code that contains a word, and more."""
         name = {161001: "PARAM_NULLPTR", 161002: "PARAM_INVALID"}[code]
         rows = [row for section, row, text in self.page.rows if str(code) in section and word in text]
         return _tuple([*(f"_CITE.code({name}, {row.removeprefix('row ')})" for row in rows[:1]), more])
@@ -109,7 +109,7 @@ class _Operator:
         return f"{annotation} = {value}," + ("  # noqa: B008" if param.kind == "scalar" else "")
 
     def facts(self, param: Parameter) -> str:
-        """What the page's table says of a tensor."""
+        """What the page's table says about a tensor."""
         types = dict.fromkeys(dtype for dtypes in param.dtypes.values() for dtype in dtypes)
         return ", ".join(filter(None, (param.shape, *types)))
 
@@ -153,10 +153,10 @@ def _tuple(items: Iterable[str]) -> str:
 
 
 def begin(page: Page) -> _Operator:
-    """Writes what the operator has of its own, and names it elsewhere.
+    """Writes the operator's own files, and adds it to the shared ones.
 
     Raises:
-        SystemExit: There is a record of this name already, or a file is not as it is expected to be.
+        SystemExit: There is a record of this name already, or a shared file is not as expected.
     """
     operator = _Operator(page)
     if operator.name in OPERATORS:
@@ -190,7 +190,7 @@ def begin(page: Page) -> _Operator:
 
 
 def _tidy(paths: list[Path]) -> None:
-    """Sorts what is listed, takes away imports that this operator does not need, and formats."""
+    """Sorts lists, removes imports that this operator does not need, and formats."""
     ruff = (sys.executable, "-m", "ruff")
     fix = ("check", "--quiet", "--fix-only", "--unsafe-fixes", "--select", "I,F401,TC,RUF022")
     for command in (fix, ("format", "--quiet")):
@@ -198,7 +198,7 @@ def _tidy(paths: list[Path]) -> None:
 
 
 def main() -> None:
-    """Begins the operator and says what comes next."""
+    """Starts the operator and prints the next step."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("page", type=Path, help="markdown file, as in the vendor's repositories")
     page = parser.parse_args().page

@@ -1,7 +1,7 @@
 """Reads a page of the vendor's documents: C prototype, products, parameters, return codes, constraints.
 
-A page is markdown with HTML tables in it, in Chinese, as the operators' repositories have it. Only the
-prototype must be there: what a page without its tables leaves open is empty in what `read_page` returns.
+A page is Markdown with HTML tables, in Chinese, as in the operators' repositories. Only the prototype is
+required: what a page without tables does not specify is empty in the result of `read_page`.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ class Parameter:
 
     Attributes:
         c_name: Name in C.
-        name: Name on the wire and in Python: without what marks it in C as optional, or as an output.
+        name: Name on the wire and in Python, without C's suffixes for optional parameters and outputs.
         kind: Kind of an attribute; None for a tensor.
         is_output: Whether it is a tensor that the operator writes.
-        text: What the page says of it.
-        dtypes: Types of a tensor by product; empty where the page has no table.
-        shape: Shape of a tensor in symbols, or its ranks; empty where the page does not say.
-        ranks: Least and greatest rank of a tensor; None where the page does not say.
-        formats: Storage formats of a tensor, as the page has them.
-        like: C name of the tensor whose shape the page says it has; empty where it does not say.
+        text: Its description on the page.
+        dtypes: Types of a tensor by product; empty if the page has no table.
+        shape: Shape of a tensor in symbols, or its ranks; empty if the page does not say.
+        ranks: Minimum and maximum rank of a tensor; None if the page does not say.
+        formats: Storage formats of a tensor, as on the page.
+        like: C name of the tensor whose shape it has according to the page; empty if the page does not say.
     """
 
     c_name: str
@@ -83,15 +83,15 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Page:
-    """What a page says.
+    """Contents of a page.
 
     Attributes:
         aclnn_name: Name of the function.
-        repository: The vendor's public repository of the operator; empty where the page links to none.
-        products: Those of our products that have it; all of them where the page has no table.
+        repository: The vendor's public repository of the operator; empty if the page links to none.
+        products: Those of our products that have it; all of them if the page has no table.
         prototype: Parameters of the C prototype, spaces as in ``const aclTensor* dy, ...``.
         parameters: In its order, without workspaceSize and executor.
-        rows: Those of the table of return codes and of the constraint section: section, row, text.
+        rows: Rows of the table of return codes and of the constraint section: section, row, text.
     """
 
     aclnn_name: str
@@ -110,10 +110,10 @@ def snake_case(name: str) -> str:
 
 
 def read_page(text: str) -> Page:
-    """What the page says.
+    """Parses a page.
 
     Raises:
-        ValueError: It has no prototype, or one that the contract cannot carry, or a type that nobody knows.
+        ValueError: It has no prototype, or one that the contract cannot express, or an unknown type.
     """
     prototype = _PROTOTYPE.search(text)
     if prototype is None:
@@ -152,7 +152,7 @@ def _sections(html: str) -> dict[str, Tag]:
 
 
 def _rows(section: Tag | None, heading: str) -> Iterator[list[str]]:
-    """Rows of the table in which a column has this heading; a cell that spans rows stands in each."""
+    """Rows of the table with a column of this heading; a cell that spans rows is repeated in each."""
     for table in section.find_all("table") if section else ():
         grid: dict[tuple[int, int], str] = {}
         for line, row in enumerate(table.find_all("tr")):
@@ -174,7 +174,7 @@ def _products(section: Tag | None) -> tuple[Product, ...]:
 
 
 def _described(section: Tag | None) -> Iterator[tuple[str, list[str]]]:
-    """Rows of the table of parameters by C name, without the type that some pages put behind it."""
+    """Rows of the table of parameters by C name, without the type that some pages append to it."""
     for row in _rows(section, "参数名"):
         yield re.split(r"\W", row[0], maxsplit=1, flags=re.ASCII)[0], row
 
@@ -219,7 +219,7 @@ def _sizes(cell: str) -> tuple[str, tuple[int, int] | None]:
 
 
 def _without_exceptions(parameters: list[Parameter], section: Tag | None) -> Iterator[Parameter]:
-    """Takes away the types that a note below the table says some products do not have."""
+    """Removes the types that some products lack according to a note below the table."""
     lacking = [
         (names, product, dtype)
         for note in _entries(section)
@@ -239,13 +239,13 @@ def _without_exceptions(parameters: list[Parameter], section: Tag | None) -> Ite
 
 
 def _dtypes(text: str) -> tuple[DType, ...]:
-    """Types by their names in the documents, such as FLOAT; raises ValueError for one that nobody knows."""
+    """Types by their names in the documents, such as FLOAT; raises ValueError for an unknown one."""
     found = {dtype_from_name(_TYPES.get(name, name.lower())) for name in re.findall(r"[A-Z]\w*", text)}
     return tuple(dtype for dtype in DType if dtype in found)
 
 
 def _codes(section: Tag | None) -> Iterator[tuple[str, str, str]]:
-    """Rows of the table of return codes; they count from 1 for each code."""
+    """Rows of the table of return codes, numbered from 1 for each code."""
     counts: Counter[str] = Counter()
     for _, code, text, *_ in _rows(section, "错误码"):
         counts[code] += 1

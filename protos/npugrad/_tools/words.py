@@ -69,7 +69,7 @@ def prose(root: Path) -> Iterator[tuple[str, int, str]]:
 
 
 def _without_code(text: str) -> str:
-    """Keeps line breaks, so that lines can be counted."""
+    """Removes code but keeps line breaks, so that lines can be counted."""
     return CODE.sub(lambda code: "\n" * code[0].count("\n"), text)
 
 

@@ -1,4 +1,4 @@
-"""The operator records. Another operator is a module here and one line below."""
+"""The operator records. To add an operator, add a module here and one line below."""
 
 from __future__ import annotations
 

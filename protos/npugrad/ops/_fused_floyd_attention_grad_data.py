@@ -23,12 +23,12 @@ _RANDOM = ("query", "key1", "value1", "key2", "value2", "dy")
 _MASKED_SCORE = np.finfo(np.float32).min
 _TILE_BYTES = 64 * 2**20
 _SCORE_BYTES = (
-    12  # float32: a score, and the product that is being added to it or made from it, with its copy
+    12  # float32: a score, and the product that is being added to it or computed from it, with its copy
 )
 
 
 def make_inputs(call: CallMeta, rng: np.random.Generator) -> dict[str, Array | None]:
-    """Normal data, a random mask, and what the forward pass makes of their rounded values."""
+    """Creates normal data, a random mask, and the forward pass's results for their rounded values."""
     made: dict[str, Array] = {}
     for name in _RANDOM:
         meta = call.tensor(name)
@@ -44,7 +44,7 @@ def make_inputs(call: CallMeta, rng: np.random.Generator) -> dict[str, Array | N
 
 
 def _make_mask(shape: tuple[int, ...], rng: np.random.Generator) -> npt.NDArray[np.bool_]:
-    """A third of the keys masked, but all of them in the first row of every batch and none in the second."""
+    """Masks a third of the keys, but all of them in the first row of every batch and none in the second."""
     mask = rng.random(shape) < 1 / 3
     mask[:, :, 0] = True
     mask[:, :, 1:2] = False
@@ -52,7 +52,7 @@ def _make_mask(shape: tuple[int, ...], rng: np.random.Generator) -> npt.NDArray[
 
 
 def _forward(operands: Mapping[str, Array], scale: float) -> dict[str, Array]:
-    """Floyd attention in float32, tile by tile, so that not all scores (N, M, K) are there at once.
+    """Computes Floyd attention in float32, by tiles, so that not all scores (N, M, K) exist at once.
 
     Args:
         operands: `query` (B, H, N, M, D), `key1` and `value1` (B, H, N, K, D), `key2` and `value2`

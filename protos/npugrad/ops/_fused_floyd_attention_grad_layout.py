@@ -1,6 +1,6 @@
 """Names, types and axes of the operands of aclnnFusedFloydAttentionGrad, and edits of them.
 
-Sizes have one operand each that defines them: B, H, N, K and D are those of key1, M is that of query.
+Each size is defined by one operand: B, H, N, K and D by key1, M by query.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DTYPES: Mapping[Product, tuple[DType, ...]] = dict.fromkeys(PRODUCTS, (DType.FLO
 STATISTICS_DTYPES = (DType.FLOAT32,)
 MASK_DTYPES = (DType.BOOL, DType.UINT8)
 STATISTICS_REPEATS = 8
-"""How often the statistics of a row stand in the last axis of softmax_max and softmax_sum."""
+"""How often the statistics of a row are repeated on the last axis of softmax_max and softmax_sum."""
 
 SIZES = {"B": "batch", "H": "heads", "N": "n", "M": "m", "K": "k", "D": "head_dim"}
 """Letters of the document for the sizes, and their names in the identifiers of constraints."""
@@ -43,7 +43,7 @@ LAYOUT: Mapping[str, str] = {
 }
 """Axes of every input, in the letters of the document."""
 LIKE = {"dq": "query", "dk1": "key1", "dv1": "value1", "dk2": "key2", "dv2": "value2"}
-"""Which input an output is the gradient of."""
+"""The input of which each output is the gradient."""
 C_NAMES = {
     **{name: name for name in ("query", "key1", "value1", "key2", "value2", "dy")},
     "atten_mask": "attenMaskOptional",
@@ -81,11 +81,11 @@ def leaders_of(name: str) -> tuple[str, ...]:
     return tuple(sorted({leader_of(axis) for axis in LAYOUT[name] if axis.isalpha()}))
 
 
-# How a legal call is made illegal.
+# Functions that make a legal call illegal.
 
 
 def edited(name: str, edit: Callable[[TensorMeta], TensorMeta]) -> Violate:
-    """Edits an input, if the call has it, or declares an output like its input, edited."""
+    """Edits an input, if the call has it, or declares an output as an edited copy of its input."""
 
     def violate(call: CallMeta) -> CallMeta | None:
         if name in LIKE:

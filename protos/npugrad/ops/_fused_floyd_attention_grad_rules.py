@@ -1,7 +1,7 @@
 """The constraints of aclnnFusedFloydAttentionGrad: what the official page and the vendor's source refuse.
 
-Each turns a legal call into one that breaks it alone. Here are product, null pointers, types and formats;
-sizes and shapes are in `_fused_floyd_attention_grad_tiling`.
+Each can turn a legal call into one that violates only it. This module has the rules for product, null
+pointers, types and formats; those for sizes and shapes are in `_fused_floyd_attention_grad_tiling`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 _REQUIRED = ("query", "key1", "value1", "key2", "value2", "dy")
 _STATISTICS = ("softmax_max", "softmax_sum")
-# Required by the document, optional in the vendor's operator definition: refused late, and hardly looked at.
+# Required by the document, optional in the vendor's operator definition: refused late, and hardly checked.
 _LATE = (*_STATISTICS, "attention_in")
 _TYPED_LIKE_QUERY = (*_REQUIRED[1:], "attention_in")
 _LATE_NULL = (
@@ -159,7 +159,7 @@ def _constraints() -> Iterator[Constraint]:
 
 
 CONSTRAINTS = tuple(replace(c, violate=with_inferred_outputs(c.violate)) for c in _constraints())
-"""In the order in which they are reported inside a class of codes."""
+"""In the order in which they are reported within a class of codes."""
 
 NOT_EXPRESSIBLE = (
     NotExpressible(CITE.check(2), "workspaceSize and executor are made by the service itself, never null"),

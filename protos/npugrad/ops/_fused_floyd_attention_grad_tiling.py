@@ -64,7 +64,7 @@ def _limit(  # noqa: PLR0917 -- a row of a table
     vendor_code: VendorCode | Callable[[CallMeta], VendorCode] = TILING_ERROR,
     pick: str = "",
 ) -> Constraint:
-    """One such constraint; the page has one row of its error table for them all."""
+    """A constraint with code 561002; the page has one row of its error table for them all."""
     return invalid(
         constraint_id,
         text,
@@ -105,7 +105,7 @@ def _query_rules() -> Iterator[Constraint]:
 def _axis_rule(
     name: str, axis: str, sources: tuple[Source, ...], vendor_code: VendorCode = TILING_ERROR, pick: str = ""
 ) -> Constraint:
-    """One axis of query or key2 is as long as the operand that defines it says."""
+    """One axis of query or key2 has the size of the operand that defines it."""
     leader, position = leader_of(axis), LAYOUT[name].index(axis)
     same_shape = ("query", "dy", "attention_in") if name == "query" else ("key2", "value2")
     return _limit(
@@ -224,7 +224,7 @@ def _like_rule(
 
 
 def _expected_rule(name: str, sources: tuple[Source, ...]) -> Constraint:
-    """An input has the shape that query and key1 fix."""
+    """An input has the shape that query and key1 determine."""
     leaders = leaders_of(name)
     axes = f"[{', '.join(LAYOUT[name])}]"
     return _limit(

@@ -1,4 +1,4 @@
-"""Calls that are made of aclnnFusedFloydAttentionGrad: sizes of models, and what small calls vary."""
+"""Workloads of aclnnFusedFloydAttentionGrad: sizes of models, and variants of small calls."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _sizes(h: int, n: int, m: int, k: int, d: int) -> dict[str, int]:
 
 
 def _example(literal: bool) -> Filled:
-    """Inputs that are no consistent forward result: all gradients overflow float16."""
+    """Inputs that are not a consistent forward result: all gradients overflow float16."""
 
     def ones(*shape: int) -> npt.NDArray[Any]:
         # As written, 4-byte floats are copied into 2-byte elements: 1.0f reads as 0, 1.875.
@@ -79,7 +79,7 @@ WORKLOADS = Workloads(
         ),
     ),
     variants={"with_mask": (False, True), "mask_dtype": ("bool", "uint8"), "d": (32, 64, 128)},
-    # 10 products of a scores' cube with one of its factors, each two operations for an element.
+    # 10 products of a cube of scores with one of its factors, each two operations per element.
     flops=lambda sizes: 20.0 * math.prod(sizes.values()),
     uneven={"h": 2, "n": 35, "m": 37, "k": 67, "d": 37, "with_mask": True},
     canary={"h": 1, "n": 3, "m": 5, "k": 7, "d": 9, "with_mask": True},

@@ -1,4 +1,4 @@
-"""What the records of the backward operators of grid sampling share, in two dimensions and in three."""
+"""Parts that the records of the backward operators of grid sampling share, in two and three dimensions."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     DTypes = Mapping[Product, tuple[DType, ...]]
 
 MAX_DETERMINISTIC_CHANNELS = 2048
-"""Above it, and with DOUBLE, the operator leaves the AI Core, and with it the deterministic mode; on every
-release with a page of its own, 8.5.0 to 9.2.0-beta.2."""
+"""With more channels, or with DOUBLE, the operator does not run on the AI Core and so has no deterministic
+mode, on every release with its own page, 8.5.0 to 9.2.0-beta.2."""
 
 
 def params(docs: Mapping[str, str], dtypes: DTypes) -> tuple[Param, ...]:
-    """Both operators have the same parameters.
+    """Returns the parameters, which are the same for both operators.
 
     Args:
         docs: Shape and meaning of each tensor.
@@ -58,7 +58,7 @@ def params(docs: Mapping[str, str], dtypes: DTypes) -> tuple[Param, ...]:
             doc=docs[name],
             dtypes=dtypes,
             masked_by=index,
-            when_masked="allocate",  # a null output is refused whatever the mask says
+            when_masked="allocate",  # a null output is refused regardless of the mask
             zero_init=name == "input_grad",
         )
         for index, name in enumerate(("input_grad", "grid_grad"))
@@ -97,7 +97,7 @@ _ATTRS = (
 
 
 def reads(call: CallMeta) -> Mapping[str, tuple[str, ...]]:
-    """The nearest pixel does not change with the grid, so that grid_grad is 0 whatever the operands hold."""
+    """Returns the operands that each output reads; with nearest interpolation grid_grad is always 0."""
     is_nearest = call.attrs["interpolation_mode"] == INTERPOLATION_MODES["nearest"]
     return {
         "input_grad": ("grad_output", "grid"),
@@ -106,7 +106,7 @@ def reads(call: CallMeta) -> Mapping[str, tuple[str, ...]]:
 
 
 def determinism_check(call: CallMeta, release: CannRelease | None) -> str | None:
-    """Neither DOUBLE nor many channels."""
+    """Refuses DOUBLE and too many channels."""
     if accepts_unchecked(call):
         return None
     image = call.tensor("input")
@@ -122,13 +122,13 @@ def determinism_check(call: CallMeta, release: CannRelease | None) -> str | None
 
 
 def samples(build: Callable[..., CallMeta], dtypes: DTypes, sides: str, product: Product) -> Iterator[Sample]:
-    """Types, modes, masks, sizes, declared outputs and strides.
+    """Yields samples of types, modes, masks, sizes, declared outputs and strides.
 
     Args:
-        build: Of the record.
+        build: The record's `build`.
         dtypes: Types by product.
-        sides: Keywords of `build` for the spatial axes, a letter each; those of the points have an o before.
-        product: Which.
+        sides: Keywords of `build` for the spatial axes, one letter each; those of the points add a leading o.
+        product: Product of the calls.
     """
     for dtype in dtypes[product]:
         yield Sample(f"{dtype}", build(dtype=dtype, product=product))
@@ -190,7 +190,7 @@ def _points(shape: tuple[int, ...], rng: np.random.Generator) -> npt.NDArray[np.
 
 
 def ties(call: CallMeta, operands: Arrays) -> None:
-    """On pixels, on edges and in the middles between them, inside and outside."""
+    """Moves points onto pixels, edges and the middles between them, inside and outside."""
     image, grid = call.tensor("input"), operands["grid"]
     if grid is None:
         return

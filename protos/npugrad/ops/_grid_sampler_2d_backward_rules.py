@@ -1,6 +1,6 @@
 """The constraints of aclnnGridSampler2DBackward: what the official page and the vendor's source refuse.
 
-The page names ND as the storage format but no code for another one, and the vendor's source takes any:
+The page names ND as the storage format but gives no code for others, and the vendor's source accepts any, so
 formats are not checked.
 """
 
@@ -113,7 +113,7 @@ CONSTRAINTS = on_checked_calls(
         _RULES.mask(),
     )
 )
-"""In the order in which they are reported inside a class of codes."""
+"""In the order in which they are reported within a class of codes."""
 
 NOT_EXPRESSIBLE = (
     NotExpressible(_CITE.check(1), "workspaceSize and executor are made by the service itself, never null"),

@@ -1,4 +1,4 @@
-"""Calls that are made of aclnnGridSampler2DBackward: sizes of models, and what small calls vary."""
+"""Workloads of aclnnGridSampler2DBackward: sizes of models, and variants of small calls."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 _IMAGE = {"c": 16, "h": 256, "w": 256}
 _MOST_POINTS = 2**24
-"""So many equal float32 values can be added one by one without rounding, in whatever order."""
+"""Number of equal float32 values that can be added one by one, in any order, without rounding."""
 
 
 def _sizes(n: int, c: int, h: int, w: int | None = None) -> dict[str, int]:
-    """As many points as pixels."""
+    """Sizes with as many points as pixels."""
     w = h if w is None else w
     return {"n": n, "c": c, "h": h, "w": w, "oh": h, "ow": w}
 
@@ -80,7 +80,7 @@ def _sums(n: int, c: int, total: float) -> dict[str, npt.NDArray[Any]]:
 
 
 def _raced() -> Iterator[Workload]:
-    """Maps and pictures of a turned image, as registration and augmentation have it."""
+    """Feature maps and pictures sampled along a rotated image, as in registration and augmentation."""
     single, half = ("float32",), ("float16", "bfloat16")
     for n, c, size, types in (
         (4, 64, 256, single),
@@ -93,7 +93,7 @@ def _raced() -> Iterator[Workload]:
     ):
         name = f"{n}x{c}x{size}x{size}"
         yield Workload(name=name, sizes=_sizes(n, c, size), raced=types, pattern="turned")
-    # Points all over, which no cache helps.
+    # Scattered points, for which no cache helps.
     yield Workload(name="8x3x512x512 scattered", sizes=_sizes(8, 3, 512), raced=single)
 
 

@@ -1,7 +1,7 @@
 """The constraints of aclnnGridSampler3DBackward: what the page (9.1.0) and the vendor's source refuse.
 
-The format of input says where its channels are, and those of grad_output: last in NDHWC, else second. What a
-constraint says of axes is said of NCDHW.
+The format of input determines the axis of the channels in input and grad_output: last in NDHWC, else second.
+Constraints number the axes as in NCDHW.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _RULES = Rules(
 
 
 def channels_first(meta: TensorMeta) -> tuple[int, ...]:
-    """The axes of an image as N, C, D, H, W, by its format."""
+    """Order of an image's axes that gives N, C, D, H, W, by its format."""
     axes = tuple(range(meta.rank))
     return (0, 4, 1, 2, 3) if meta.format is Format.NDHWC and meta.rank == _RULES.rank else axes
 
@@ -108,7 +108,7 @@ def _interpolation_rule() -> Constraint:
 
 
 def _as(name: str, storage: Format) -> Violate:
-    """Declares a tensor in another format, in the shape that it has."""
+    """Gives a tensor another format without changing its shape."""
 
     def violate(call: CallMeta) -> CallMeta:
         meta = call.tensor(LIKE.get(name, name))
@@ -189,7 +189,7 @@ def _double_channels_last(call: CallMeta) -> CallMeta | None:
 
 
 def _by_format(constraint: Constraint) -> Constraint:
-    """What it says of axes is checked on N, C, D, H, W where input is stored as NDHWC."""
+    """Makes a constraint on axes see N, C, D, H, W if input is stored as NDHWC."""
 
     def check(call: CallMeta) -> Finding | None:
         image, gradient = call.inputs["input"], call.inputs["grad_output"]
@@ -222,7 +222,7 @@ CONSTRAINTS = on_checked_calls(
         *_format_rules(),
     )
 )
-"""In the order in which they are reported inside a class of codes."""
+"""In the order in which they are reported within a class of codes."""
 
 NOT_EXPRESSIBLE = (
     NotExpressible(_CITE.check(1), "workspaceSize and executor are made by the service itself, never null"),

@@ -1,4 +1,4 @@
-"""Calls that are made of aclnnGridSampler3DBackward: sizes of models, and what small calls vary."""
+"""Workloads of aclnnGridSampler3DBackward: sizes of models, and variants of small calls."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from npugrad.workloads import Example, Filled, Workload, Workloads, named
 
 
 def _sizes(n: int, c: int, d: int, h: int | None = None, w: int | None = None) -> dict[str, int]:
-    """As many points as voxels."""
+    """Sizes with as many points as voxels."""
     h, w = h or d, w or d
     return {"n": n, "c": c, "d": d, "h": h, "w": w, "od": d, "oh": h, "ow": w}
 

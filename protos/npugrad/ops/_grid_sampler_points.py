@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     Ints = npt.NDArray[np.int64]
 
 _NO_PLACE = -100.0
-"""The position that `GridAxis.locate` gives a point that has none."""
+"""What `GridAxis.locate` returns for a point without a position."""
 
 
 def sampled(inputs: Arrays, attrs: Mapping[str, Any]) -> SampledCall:
@@ -33,7 +33,7 @@ def sampled(inputs: Arrays, attrs: Mapping[str, Any]) -> SampledCall:
 
 
 class _Grid(SampledCall):
-    """A call of either operator; bilinear."""
+    """A bilinear call of either operator."""
 
     edge = 0.0
     sums = "input_grad"
@@ -70,7 +70,7 @@ class _Grid(SampledCall):
         return np.stack(found, axis=1)
 
     def placed(self, points: Ints, rule: CoordinateRule) -> Floats:
-        """Undoes the padding: what was clipped lies outside or on the last pixel, what was folded before."""
+        """Undoes padding: clipped points lie outside or on the outer pixel, folded ones before the first."""
         position, slope = np.moveaxis(self.located(points, rule), -1, 0)
         has_place = position != _NO_PLACE
         above = np.where(np.rint(position) < position, -1.0, 1.0)  # -1 where nearest rounds a half down
@@ -114,15 +114,15 @@ class _Grid(SampledCall):
         return (slice(None), *np.unravel_index(points, self._shape)[1:])
 
     def _by_sample(self, points: Ints) -> Iterator[tuple[int, Ints]]:
-        """Samples, and which of the points are theirs."""
+        """Yields each sample with the indices of its points."""
         sample = np.unravel_index(points, self._shape)[0]
         for number in np.unique(sample).tolist():
             yield number, np.flatnonzero(sample == number)
 
     def _alone(self, sample: int, points: Ints, places: Floats) -> dict[str, Array]:
-        """A call of some points of one sample only, at each of their places, (k, places of each, axes)."""
+        """Inputs of a call with points of one sample only, at each of their places, (k, places, axes)."""
         grid = self._to_coordinates(places).swapaxes(0, 1)
-        between = (1,) * (self.axes - 1)  # before the two axes of the grid: one sample, and one slice
+        between = (1,) * (self.axes - 1)  # before the grid's two axes: one sample, and one slice
         given = self._grad_output[sample][self._at(points)]
         gradient = given.reshape(1, len(given), *between[1:], 1, len(points))
         return {
@@ -144,7 +144,7 @@ class _Grid(SampledCall):
 
 
 class _Nearest(_Grid, SampledByNearest):
-    """A call of either operator by nearest interpolation."""
+    """A call of either operator with nearest interpolation."""
 
     edge = 0.5
 

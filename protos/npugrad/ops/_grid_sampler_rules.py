@@ -1,6 +1,6 @@
-"""The constraints that the backward operators of grid sampling share, in two dimensions and in three.
+"""The constraints that the backward operators of grid sampling share, in two and three dimensions.
 
-Each turns a legal call into one that breaks it alone.
+Each can turn a legal call into one that violates only it.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ C_NAMES = {
     "grid_grad": "gridGrad",
 }
 LIKE = {"input_grad": "input", "grid_grad": "grid"}
-"""Which input an output is the gradient of, in the order of output_mask."""
+"""The input of which each output is the gradient, in the order of output_mask."""
 BICUBIC = 2
 
 
 def accepts_unchecked(call: CallMeta) -> bool:
-    """Whether output_mask is null: the operator then succeeds before it looks at anything else."""
+    """Whether output_mask is null: the operator then succeeds before it checks anything else."""
     return call.mask() is None
 
 
-# How a legal call is made illegal; see `on_checked_calls` for what such a call is like.
+# Functions that make a legal call illegal; see `on_checked_calls` for the calls that they get.
 
 
 def _other_dtype(call: CallMeta) -> DType:
@@ -76,7 +76,7 @@ def all_of(dtype: DType) -> Violate:
 
 
 def _resized(name: str, axis: int, size: int | None = None) -> Violate:
-    """Sets one axis of an input, or makes it one longer."""
+    """Sets the size of one axis of an input, or increases it by one."""
 
     def violate(call: CallMeta) -> CallMeta:
         meta = call.tensor(name)
@@ -107,15 +107,15 @@ def _declared_wrong(name: str, *, dtype: bool = False, shape: bool = False) -> V
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """Makes the constraints of one operator.
+    """Creates the constraints of one operator.
 
     Attributes:
-        cite: Makes their sources.
+        cite: Creates their sources.
         sides: Names of the spatial axes, the slowest first: height, width.
         coordinates: Names of the coordinates of a point: x and y.
-        rows: By kind of rule, its row among the page's 161002 ones, None where there is none, and the number
-            of the check in the vendor's source.
-        positive: More of the constraints that keep spatial axes above 0.
+        rows: For each kind of rule, its row among the page's 161002 rows, None if there is none, and the
+            number of the check in the vendor's source.
+        positive: Further arguments of the constraints that keep spatial axes above 0.
     """
 
     cite: Citations
@@ -126,11 +126,11 @@ class Rules:
 
     @property
     def rank(self) -> int:
-        """Of every operand."""
+        """Rank of every operand."""
         return 2 + len(self.sides)
 
     def sources(self, kind: str, c_name: str) -> tuple[Source, ...]:
-        """What a rule about a parameter rests on."""
+        """Sources of a rule about a parameter."""
         row, check = self.rows[kind]
         found = (self.cite.check(check), self.cite.parameter(c_name))
         return found if row is None else (self.cite.code(PARAM_INVALID, row), *found)
@@ -157,7 +157,7 @@ class Rules:
             )
 
     def padding(self) -> Constraint:
-        """padding_mode is one of those there are."""
+        """padding_mode is one of the documented ones."""
         return invalid(
             "padding_mode.choice",
             "paddingMode is 0 (zeros), 1 (border) or 2 (reflection).",
@@ -200,7 +200,7 @@ class Rules:
             yield self._output_shape(name, like)
 
     def _axis(self, constraint_id: str, axis_of: tuple[str, int], axis_like: tuple[str, int]) -> Constraint:
-        """One axis of an input is as long as one of another input, which leads."""
+        """One axis of an input is as long as one of another input, the leader."""
         (name, axis), (leader, leader_axis) = axis_of, axis_like
 
         def size(call: CallMeta) -> int:
@@ -267,7 +267,7 @@ class Rules:
 
 
 def on_checked_calls(constraints: Iterable[Constraint]) -> tuple[Constraint, ...]:
-    """They skip calls with a null mask, in which nothing is wrong; outputs follow from what changes."""
+    """Makes `violate` skip calls with a null mask, in which nothing is wrong, and drop declared outputs."""
 
     def only(violate: Violate) -> Violate:
         return lambda call: None if accepts_unchecked(call) else violate(replace(call, outputs={}))

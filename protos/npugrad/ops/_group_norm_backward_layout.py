@@ -1,4 +1,4 @@
-"""Names, types and shapes of group_norm_backward: what the record and its rules both need."""
+"""Names, types and shapes of group_norm_backward that the record and its rules share."""
 
 from __future__ import annotations
 

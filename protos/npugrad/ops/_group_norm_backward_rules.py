@@ -95,12 +95,12 @@ def _not_negative(call: CallMeta, name: str) -> Finding | None:
 def _negated(call: CallMeta, name: str) -> CallMeta:
     broken = call.with_attrs(**{name: -call.integer("group")})
     if name == "c" and not call.integer("n") * call.integer("hxw"):
-        # Without anything that has C elements.
+        # Leaves nothing that has C elements.
         return broken.with_inputs(gamma=None).with_attrs(output_mask=(True, False, False))
     return broken
 
 
-# A sign is looked at by nobody, but no tensor has a negative number of elements.
+# The vendor's source checks no sign, but no tensor has a negative number of elements.
 
 
 def _vendor_on_negative_c(call: CallMeta) -> VendorCode:

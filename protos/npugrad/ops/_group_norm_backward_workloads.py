@@ -1,4 +1,4 @@
-"""Calls that are made of aclnnGroupNormBackward: sizes of models, and what small calls vary."""
+"""Workloads of aclnnGroupNormBackward: sizes of models, and variants of small calls."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The constraints of aclnnLayerNormBackward, and the names and types they speak of.
+"""The constraints of aclnnLayerNormBackward, and the names and types that they use.
 
-A row is what is normalised together: the last axes of input, as many as normalized_shape has entries.
+A row is what is normalised together: the last axes of input, one for each entry of normalized_shape.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _ACCEPTED: dict[str, Any] = {
     "vendor_code": "accepts",
     "pick": "The document's parameter section says so; the vendor's source accepts others. Taken: refused.",
 }
-"""Of what is cited nowhere else."""
+"""For rules that are cited nowhere else."""
 _LOOSE = {"pick": "The document says rank 1 to 8; the vendor's source has no least rank. Taken: refused."}
 
 
@@ -72,7 +72,7 @@ def output_metas(call: CallMeta) -> dict[str, TensorMeta]:
 
 
 def _dtypes(call: CallMeta, name: str) -> tuple[DType, ...]:
-    """What the type of an operand may be, given those that lead it."""
+    """The types that an operand may have, given those of the operands that lead it."""
     data, weight = call.tensor("input").dtype, call.inputs["weight"]
     if name == "rstd":
         return (call.tensor("mean").dtype,)
@@ -86,13 +86,13 @@ def _shape(call: CallMeta) -> tuple[int, ...]:
 
 
 def _split(call: CallMeta) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Axes of input before the normalised ones, and these."""
+    """Axes of input before the normalised ones, and the normalised ones."""
     leading = len(_shape(call)) - len(normalized(call))
     return _shape(call)[:leading], _shape(call)[leading:]
 
 
 def _altered(name: str, change: Change) -> rules.Violate:
-    """Changes an input that is there, or declares a wanted output otherwise than it would be inferred."""
+    """Changes an input that is not null, or declares a wanted output differently from the inferred one."""
 
     def violate(call: CallMeta) -> CallMeta | None:
         if name in OUTPUTS:
@@ -115,19 +115,19 @@ def _longer(call: CallMeta, meta: TensorMeta) -> TensorMeta:
 
 
 def _with_rank(call: CallMeta, meta: TensorMeta, least: int) -> TensorMeta:
-    """Of rank 0 where that has as many elements, and no more axes are `least`; else of rank above 8."""
+    """Gives it rank 0 if it has one element and `least` is 0; else a rank above 8."""
     return TensorMeta(meta.dtype, () if meta.size == 1 and not least else (1,) * MAX_RANK + meta.shape)
 
 
 def _renormalized(call: CallMeta, shape: tuple[int, ...]) -> CallMeta:
-    """Normalises other axes, which weight and bias have as well; without axes they are null."""
+    """Normalises other axes, and changes weight and bias with them; without axes these become null."""
     given = {name: meta for name in OPTIONAL if (meta := call.inputs[name])}
     scale = {name: TensorMeta(meta.dtype, shape) if shape else None for name, meta in given.items()}
     return call.with_attrs(normalized_shape=shape).with_inputs(**scale)
 
 
 def _rule(name: str, text: str, check: rules.Check, violate: rules.Violate, **extra: Any) -> Constraint:
-    """About one operand; an output is looked at where it is wanted, its type always."""
+    """A rule about one operand; an output is checked only if wanted, its type always."""
     operand, _, kind = name.partition(".")
     rows, checks = _CITED.get(name) or _CITED.get(kind) or ((), ())
     sources = (
@@ -247,7 +247,7 @@ def _cast(call: CallMeta, names: Iterable[str], dtype: DType) -> CallMeta:
 
 def _axes_rules() -> Iterator[Constraint]:
     for name in TENSORS:
-        # mean and rstd of rank 0 are accepted together only, as one is to have the shape of the other.
+        # mean and rstd of rank 0 are accepted only together, because they must have the same shape.
         yield _rule(
             f"{name}.rank",
             f"has rank 1 to {MAX_RANK}",
@@ -297,7 +297,7 @@ def _vendor_on_rank(call: CallMeta, name: str) -> VendorCode:
 
 
 def _vendor_on_axes(call: CallMeta) -> VendorCode:
-    """Entry i is compared with axis i + d from entry d on only, d being how many axes input has more."""
+    """Only entries i from d on are compared with axis i + d, d being how many more axes input has."""
     entries, (leading, axes) = normalized(call), _split(call)
     is_counted = _is_wanted(call, "grad_weight") or _is_wanted(call, "grad_bias")
     is_seen = entries[len(leading) :] != axes[len(leading) :] or (is_counted and prod(entries) != prod(axes))
@@ -331,7 +331,7 @@ def _shape_rules() -> Iterator[Constraint]:
 
 
 def _shape_rule(name: str, like: str, change: Change, **extra: Any) -> Constraint:
-    """The shape of another tensor, or normalizedShape."""
+    """A tensor has the shape of another tensor, or normalizedShape."""
     meaning = f"the shape of {like}" if like else "normalizedShape"
 
     def shape(call: CallMeta) -> tuple[int, ...]:
@@ -348,7 +348,7 @@ def _raised(call: CallMeta, meta: TensorMeta) -> TensorMeta | None:
 
 
 def _recounted(call: CallMeta, meta: TensorMeta) -> TensorMeta | None:
-    """With more elements, which the vendor counts; with as many in float16."""
+    """Adds elements, which the vendor counts; in float16 only an axis."""
     return _raised(call, meta) if meta.dtype is DType.FLOAT16 else _longer(call, meta)
 
 

@@ -1,4 +1,4 @@
-"""Calls that are made of aclnnLayerNormBackward: sizes of models, and what small calls vary."""
+"""Workloads of aclnnLayerNormBackward: sizes of models, and variants of small calls."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _example() -> Filled:
             "bias": np.zeros(2, np.float32),
         },
         attrs={"normalized_shape": (2,), "output_mask": (True, True, True)},
-        # The page prints none; by its formula, (input - mean) * rstd being {0, 4} and {5, 10}.
+        # The page prints none; by its formula, with (input - mean) * rstd being {0, 4} and {5, 10}.
         expected={
             "grad_input": np.array([[-2, -94], [-877.5, -1747.5]]),
             "grad_weight": np.array([20.0, 62.0]),

@@ -1,4 +1,4 @@
-"""Data of aclnnMultiScaleDeformableAttentionGrad: levels, plausible operands, and what may reach an NPU."""
+"""Data of aclnnMultiScaleDeformableAttentionGrad: levels, plausible operands, and a check for NPUs."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def level_sizes(num_keys: int, num_levels: int) -> tuple[tuple[int, int], ...]:
 
 
 def level_starts(levels: tuple[tuple[int, int], ...]) -> list[int]:
-    """First key of each level when the levels lie one behind the other."""
+    """First key of each level if the levels are stored one after another."""
     return [sum(math.prod(size) for size in levels[:index]) for index in range(len(levels))]
 
 
 def make_inputs(call: CallMeta, rng: np.random.Generator) -> dict[str, npt.NDArray[Any] | None]:
-    """Levels that fill the keys, locations of which most lie inside, weights that add up to 1.
+    """Creates levels that fill the keys, locations mostly inside, and weights that add up to 1.
 
     Args:
         call: A legal call; shapes and dtypes of the operands are its own, contiguous.
@@ -72,24 +72,24 @@ def make_inputs(call: CallMeta, rng: np.random.Generator) -> dict[str, npt.NDArr
 
 
 def levels_complaint(inputs: Arrays) -> str | None:
-    """Whether every level lies inside the value tensor, as the NPU kernel takes for granted.
+    """Checks that every level lies inside the value tensor, as the NPU kernel takes for granted.
 
-    The kernel reads `spatial_shape` and `level_start_index` as int32 and computes addresses from them
-    without a check. Both are the caller's data, so each is copied before it is looked at: memory that
-    is shared with the caller cannot change between two looks. Launch with the copies that were checked.
+    The kernel reads `spatial_shape` and `level_start_index` as int32 and computes addresses from them without
+    a check. Both are the caller's data, so each is copied before it is checked: memory shared with the caller
+    could change during the check. Launch with the copies that were checked.
 
     Args:
         inputs: Operands of a legal call by name; only `value`'s shape and the two index tensors are used.
 
     Returns:
-        None when each level has height, width and start of 0 or more, all in int32, and ends within the
-        keys; else which level breaks what, without any value of the tensors.
+        None if each level has height, width and start of 0 or more, all in int32, and ends within the keys;
+        else which level breaks which condition, without any value of the tensors.
     """
     value, sizes, starts = (inputs[name] for name in ("value", "spatial_shape", "level_start_index"))
     if value is None or sizes is None or starts is None:
         return "value, spatial_shape, level_start_index: found null; expected tensors"
     num_keys = value.shape[1]
-    # Python integers: the product of two int64 does not fit int64.
+    # Python integers: the product of two int64 may not fit int64.
     levels = zip(np.array(sizes).tolist(), np.array(starts).tolist(), strict=True)
     for index, ((height, width), start) in enumerate(levels):
         problem = _level_problem(height, width, start, num_keys)

@@ -95,9 +95,9 @@ class Sampled(SampledCall):
         return found
 
     def _alone(self, points: Ints, places: Floats) -> Iterator[tuple[Ints, dict[str, Array]]]:
-        """Calls of some points of one batch only, each a query, with its places for points.
+        """Yields calls with points of one batch only, each point a query with its places as sampling points.
 
-        Heads and levels are as they were; what is not the point's own has no location.
+        Heads and levels are unchanged; those that are not the point's own have no location.
         """
         batches = self._at(points)[0]
         _, _, heads, levels, _ = self._shape

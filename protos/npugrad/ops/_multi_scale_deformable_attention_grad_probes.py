@@ -30,11 +30,11 @@ _POINTS: tuple[tuple[str, float, float, Mapping[int, float]], ...] = (
 """Column and row in pixels from the centre of the first one, and each key's share of the gradient of the
 output. The pixel of column x and row y is key 4 y + x. No point has the same share of both sizes."""
 _SLOPES = ((1.0, 0.0, "by columns only"), (0.0, 1.0, "by rows only"))
-"""Rise of the values for a step in x, in y: grad_location must see each in its own place."""
+"""Increase of the values for a step in x and in y: grad_location must have each in its own place."""
 
 
 def probes() -> Iterator[Probe]:
-    """All of them."""
+    """Yields all probes."""
     for name, x, y, weights in _POINTS:
         yield Probe(f"point {name}", partial(_corners, x, y, weights))
     for by_x, by_y, name in _SLOPES:

@@ -1,7 +1,7 @@
 """The constraints of aclnnMultiScaleDeformableAttentionGrad: what its pages and the vendor's source refuse.
 
-Each turns a legal call into one that breaks it alone. Where several operands fix one size, one of them is
-the reference: bs, num_heads and channels come from value, num_levels from spatialShape, num_queries and
+Each can turn a legal call into one that violates only it. If several operands determine one size, one of them
+is the reference: bs, num_heads and channels come from value, num_levels from spatialShape, num_queries and
 num_points from location; every other operand is compared with these.
 
 Entries of the constraint sections: 1 channels, 2 num_queries, 3 num_levels, 4 num_heads, 5 num_points; the
@@ -67,7 +67,7 @@ C_NAMES = {
     "grad_attn_weight": "gradAttnWeight",
 }
 LIKE = {"grad_value": "value", "grad_location": "location", "grad_attn_weight": "attn_weight"}
-"""Which input an output is the gradient of."""
+"""The input of which each output is the gradient."""
 AXES: Mapping[str, tuple[str, ...]] = {
     "value": ("bs", "num_keys", "num_heads", "channels"),
     "spatial_shape": ("num_levels", "2"),
@@ -79,7 +79,7 @@ AXES: Mapping[str, tuple[str, ...]] = {
 """The axes of every input, in the documents' words."""
 
 _INDEX_INPUTS = ("spatial_shape", "level_start_index")
-# Which axis of which input says what a size is.
+# Which axis of which input defines a size.
 _REFERENCE = {
     "bs": ("value", 0),
     "num_keys": ("value", 1),
@@ -107,7 +107,7 @@ def _limit(entry: int) -> tuple[Source, ...]:
     return (_A2.entry(entry), _A3.entry(entry + 1), *_codes(PARAM_INVALID, 3), _VENDOR.check(5))
 
 
-# How a legal call is made illegal; outputs are not declared, see `with_inferred_outputs`.
+# Functions that make a legal call illegal; outputs are not declared, see `with_inferred_outputs`.
 
 
 def _retyped(meta: TensorMeta, dtype: DType) -> TensorMeta:
@@ -162,7 +162,7 @@ def _one_longer(name: str, axis: int) -> Violate:
 
 
 def _with_size(size: str, number: int) -> Violate:
-    """Gives one size to every input that has it."""
+    """Changes one size in every input that has it."""
 
     def shape(name: str, rank: int, sizes: Mapping[str, int]) -> tuple[int, ...]:
         full = tuple(sizes[axis] for axis in AXES[name])
@@ -329,7 +329,7 @@ def _limit_rules() -> Iterator[Constraint]:
         above = limit + (CHANNELS_MULTIPLE_OF if size == "channels" else 1)
         yield invalid(
             f"{size}.limit",
-            # In the documents' words: queries are the only size with an open limit.
+            # In the documents' words: queries are the only size with an exclusive limit.
             f"{size} is below {limit + 1}." if size == "num_queries" else f"{size} is at most {limit}.",
             (*_limit(entry), *_parameter(name)),
             (name,),
@@ -413,7 +413,7 @@ CONSTRAINTS = tuple(
         *_output_shape_rules(),
     )
 )
-"""In the order in which they are reported inside a class of codes."""
+"""In the order in which they are reported within a class of codes."""
 
 NOT_EXPRESSIBLE = (
     *_A2.made_by_service(),

@@ -1,4 +1,4 @@
-"""Calls that are made of aclnnMultiScaleDeformableAttentionGrad: sizes of models, what small calls vary."""
+"""Workloads of aclnnMultiScaleDeformableAttentionGrad: sizes of models, and variants of small calls."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _QUARTER: Levels = ((50, 67), (25, 34), (13, 17), (7, 9))
 _THREE = _DETR[1:]
 _LEVELS_OF_128: Levels = ((80, 107), (40, 54), (20, 27), (10, 14))
 _LITERAL_SIZE = 0x3F800000
-"""What the official program's `float {1, 1}` reads as in its int32 tensor: 1065353216."""
+"""The int32 value of the official program's `float {1, 1}`: 1065353216."""
 
 
 def _sizes(bs: int, nq: int, levels: Levels, nh: int = 8, ch: int = 32) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def _sizes(bs: int, nq: int, levels: Levels, nh: int = 8, ch: int = 32) -> dict[
 
 
 def _ties(call: CallMeta, operands: Arrays) -> None:
-    """On pixels and in the middles between them, inside each level and outside."""
+    """Moves points onto pixels and the middles between them, inside and outside each level."""
     location, levels = operands["location"], operands["spatial_shape"]
     if location is None or levels is None:
         return
@@ -49,7 +49,7 @@ def _ties(call: CallMeta, operands: Arrays) -> None:
 
 
 def _level_tables(sizes: Sizes) -> dict[str, npt.NDArray[Any]]:
-    """Metas tell how many levels there are, not how large they are."""
+    """Operands with the sizes of the levels, of which metas have only the number."""
     levels, dtype = sizes["levels"], dtype_from_name(sizes.get("index_dtype", "int32")).numpy
     return {
         "spatial_shape": np.array(levels, dtype).reshape(-1, 2),
@@ -83,7 +83,7 @@ def _example(rank: int, size: int) -> Filled:
 
 
 def _raced() -> Iterator[Workload]:
-    """Encoder and decoder of Deformable-DETR, bird's-eye views; with levels of up to 128 pixels in 16 bit."""
+    """Encoder and decoder of Deformable-DETR, bird's-eye views; in 16 bit with levels of up to 128 pixels."""
     single, half = ("float32",), ("float16", "bfloat16")
     for name, sizes, types in (
         ("encoder 2x17821", _sizes(2, 17_821, _DETR), single),

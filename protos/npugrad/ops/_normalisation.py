@@ -1,4 +1,4 @@
-"""What the normalisations share: parameters, fitting data, and how far right results may differ."""
+"""Parts that the normalisations share: parameters, consistent data, and how far right results may differ."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _MASKS = ((True, False, False), (False, True, False), (False, False, True), (Fal
 
 @dataclass(frozen=True)
 class NormalisationParams:
-    """Makes the parameters of one normalisation.
+    """Creates the parameters of one normalisation.
 
     Attributes:
         c_names: Names in the C signature.
@@ -76,7 +76,7 @@ class NormalisationParams:
         return self.attr("output_mask", "bool_array", doc)
 
     def is_wanted(self, call: CallMeta, name: str) -> bool:
-        """Whether the mask is a legal one that has an output."""
+        """Whether the mask is legal and includes an output."""
         mask = call.mask()
         return mask is not None and len(mask) == len(self.outputs) and mask[self.outputs.index(name)]
 
@@ -87,13 +87,13 @@ class NormalisationParams:
 
 
 def masked_samples(build: Callable[..., CallMeta], product: Product) -> Iterator[Sample]:
-    """One output wanted, or none."""
+    """Yields samples with one output wanted, or none."""
     for mask in _MASKS:
         yield Sample("mask" + "".join("01"[bit] for bit in mask), build(product=product, output_mask=mask))
 
 
 def make_inputs(call: CallMeta, rng: np.random.Generator, sizes: Sizes) -> dict[str, Array | None]:
-    """Normal data with statistics that fit it, as a forward pass would leave them."""
+    """Creates normal data with consistent statistics, as a forward pass would leave them."""
     samples, groups, channels, elements = sizes
     values = rng.standard_normal((samples, groups, channels * elements), dtype=np.float32) * 2 + 0.5
     mean = values.mean(axis=2) if values.size else np.zeros((samples, groups), np.float32)
@@ -114,7 +114,7 @@ def extra_tolerance(grad_out: Array | None, rstd: Array | None, scale: Array | N
     if grad_out is None or rstd is None or not grad_out.size:
         return 0.0
     samples, groups, channels, _ = sizes
-    # One pass over the data: its largest magnitude in each channel, where the others are constant.
+    # One pass over the data: its largest magnitude in each channel, in which the other factors are constant.
     largest = np.abs(grad_out.reshape(samples, groups, channels, -1)).max(axis=3).astype(np.float64)
     largest *= np.abs(rstd.reshape(samples, groups, 1).astype(np.float64))
     if scale is not None:

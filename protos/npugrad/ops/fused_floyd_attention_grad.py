@@ -83,8 +83,8 @@ _PARAMS = (
         "softmax_max",
         "(B, H, N, M, 8), float32. Largest score of each row of the forward pass, repeated 8 times.",
         dtypes=STATISTICS_DTYPES,
-        # With normal queries and keys and scale_value 1 / sqrt(D) scores have a deviation of 1.4: no
-        # exponential of score - softmax_max comes near what float16 results hold.
+        # With normal queries and keys and scale_value 1 / sqrt(D), scores have a standard deviation of 1.4:
+        # no exponential of score - softmax_max comes near the largest float16.
         draw=Draw("uniform", (4.0, 7.0), STATISTICS_REPEATS),
     ),
     _input(

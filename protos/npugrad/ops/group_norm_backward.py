@@ -105,7 +105,7 @@ GROUP_NORM_BACKWARD = OpRecord(
     binding=TorchBinding(
         "aten.native_group_norm_backward",
         ("grad_out", "input", "mean", "rstd", "gamma", "n", "c", "hxw", "group", "output_mask"),
-        # Where gamma is null it takes options of gamma's gradients from it all the same, and fails.
+        # It takes the options of gamma's and beta's gradients from gamma even if that is null, and fails.
         takes=lambda call: call.inputs["gamma"] is not None or not any((call.mask() or ())[1:]),
     ),
 )

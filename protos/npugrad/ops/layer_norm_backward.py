@@ -70,7 +70,7 @@ def build(
     is_mixed: bool = False,
     output_mask: tuple[bool, ...] = (True, True, True),
 ) -> CallMeta:
-    """A legal call on input of the axes `leading` and `normalized`; mixed: all but the data in float32."""
+    """A legal call on input with the axes `leading` and `normalized`; mixed: all but the data is float32."""
     data, other = TensorMeta(dtype, (*leading, *normalized)), DType.FLOAT32 if is_mixed else dtype
     statistics, scale = TensorMeta(other, (*leading, *(1,) * len(normalized))), TensorMeta(other, normalized)
     return CallMeta(
@@ -105,7 +105,7 @@ def _samples(product: Product) -> Iterator[Sample]:
     yield Sample("strided", build(product=product).with_inputs(grad_out=strided))
 
 
-# A row is normalised as a group is that has a channel of one element for each of its own.
+# A row is normalised like a group with a channel of one element for each element of the row.
 
 
 def _make_inputs(call: CallMeta, rng: np.random.Generator) -> dict[str, npt.NDArray[Any] | None]:
@@ -121,10 +121,10 @@ def _extra_tolerance(inputs: Arrays, attrs: Mapping[str, Any], output: str) -> f
 
 
 def _is_bound(call: CallMeta) -> bool:
-    """Whether torch_npu hands the call down as it is.
+    """Whether torch_npu passes the call on unchanged.
 
-    It gives the statistics the rank of input, makes what is null with other kernels, and gradients of weight
-    and bias in float32 only.
+    It gives the statistics the rank of input, creates null operands with other kernels, and returns gradients
+    of weight and bias in float32 only.
     """
     scales = [call.inputs[name] for name in OPTIONAL]
     has_rank = call.tensor("mean").rank == call.tensor("input").rank

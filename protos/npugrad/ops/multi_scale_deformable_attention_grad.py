@@ -2,7 +2,7 @@
 
 Sources: the two editions of the official page "aclnnMultiScaleDeformableAttentionGrad" (Atlas A2; Atlas A2
 and A3) and, where cited as such, the vendor's public source (ops-nn). The constraints are in
-`_multi_scale_deformable_attention_grad_rules`, what concerns values in `..._data`. Sizes: bs, nk = num_keys,
+`_multi_scale_deformable_attention_grad_rules`, the code for values in `..._data`. Sizes: bs, nk = num_keys,
 nq = num_queries, nh = num_heads, ch = channels, nl = num_levels, np = num_points.
 """
 
@@ -45,11 +45,11 @@ if TYPE_CHECKING:
 
 
 _DETERMINISTIC_UNTIL, _DETERMINISTIC_AGAIN = 9, CannRelease.parse("9.2.0-beta.2")
-"""The pages of the releases between, from any 9.0 on, say that the operator does not support it."""
+"""The pages of the releases in between, from any 9.0 on, say that the operator has no deterministic mode."""
 
 
 def _flat_heads(meta: TensorMeta) -> tuple[int, ...]:
-    """(bs, nq, nh*ch), all that the device takes; the rank 4 tensor has the same elements in that order."""
+    """(bs, nq, nh*ch), all that the device takes; a rank 4 tensor has the same elements in the same order."""
     return (*meta.shape[:2], math.prod(meta.shape[2:]))
 
 
@@ -102,7 +102,7 @@ _PARAMS = (
         "attn_weight",
         "(bs, nq, nh, nl, np), dtype of value. Attention weight of each sampling point. The weight of a "
         "point outside its level, or at NaN, is ignored, even if NaN or infinite.",
-        draw=Draw("uniform", (0.0, 0.125)),  # adds up to about 1 over four levels of four points
+        draw=Draw("uniform", (0.0, 0.125)),  # the sum is about 1 over four levels of four points
     ),
     _input(
         "grad_output",
@@ -137,7 +137,7 @@ def build(
 ) -> CallMeta:
     """A legal call: bs batches, nq queries, nh heads of ch channels, `points` sampling points in each level.
 
-    `levels` holds (height, width) of each; value has as many keys as they have pixels. `grad_output_rank`
+    `levels` has (height, width) of each level; value has one key for each of their pixels. `grad_output_rank`
     is 4 for (bs, nq, nh, ch) and 3 for (bs, nq, nh*ch).
     """
     nl, nk = len(levels), sum(height * width for height, width in levels)

@@ -1,4 +1,4 @@
-"""How the references cut large tensors into blocks, read them as float64 and round into the outputs."""
+"""Cuts large tensors into blocks for the references, reads them as float64 and rounds into the outputs."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def tiles(
 def flat_float64(array: npt.NDArray[Any], start: int, stop: int) -> npt.NDArray[np.float64]:
     """Copy the C-order elements `start` to `stop` of an array of any shape and strides.
 
-    Nothing but the requested run is materialised, also when the array is strided or broadcast (stride 0).
+    Only the requested run is materialised, even if the array is strided or broadcast (stride 0).
 
     Args:
         array: Array of any shape and of any dtype that casts to float64.
@@ -90,8 +90,8 @@ def store(target: npt.NDArray[Any], values: npt.NDArray[np.float64]) -> None:
 def _round_to_odd(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float32]:
     """Narrow to float32 such that a further rounding to bfloat16 is as good as rounding once.
 
-    ml_dtypes goes from float64 to bfloat16 by way of float32, which alone would round twice. Truncating
-    instead and setting the last bit where anything was lost keeps what the second rounding must know.
+    ml_dtypes converts float64 to bfloat16 by way of float32, which would round twice. Truncating instead, and
+    setting the last bit if anything was lost, keeps what the second rounding needs.
     """
     single = values.astype(np.float32)
     inexact = single != values

@@ -1,9 +1,9 @@
 """Float64 reference of the backward of grid sampling, bilinear and nearest, of images and volumes.
 
-Each grid point names a position on every spatial axis of its sample, by a rule of `npugrad.coordinates`; all
-else is float64. Bilinear interpolation reads the corners around it, weighted by products of
-t = position - floor(position) and 1 - t over the axes; nearest reads the one corner at rint(position). For
-every such corner inside the sample, with weight w:
+Each grid point gives a position on every spatial axis of its sample, by a rule of `npugrad.coordinates`; all
+else is float64. Bilinear interpolation reads the corners around it, weighted by products of 1 - t and
+`t = position - floor(position)` over the axes; nearest reads the one corner at rint(position). For every such
+corner inside the sample, with weight w:
 
     input_grad[corner]  += w * grad_output[point]               in each channel
     d                    = sum over channels of input[corner] * grad_output[point]
@@ -11,7 +11,7 @@ every such corner inside the sample, with weight w:
 
 where m is the derivative of the position by the coordinate. A corner outside contributes nothing at all.
 
-Axes are in the order of `input`, the slowest first; the coordinates of a point come in the opposite one.
+Axes are in the order of `input`, the slowest first; the coordinates of a point are in the opposite order.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ Tile: TypeAlias = tuple[slice, ...]
 
 _NEAREST = 1  # interpolation_mode
 
-# Scratch memory at its peak, in bytes, of a corner of a grid point: positions, weight, cell and selection by
-# axis; and by channel grad_output, a value and its cell.
+# Peak scratch memory of a corner of a grid point, in bytes: for each axis positions, weight, cell and
+# selection; for each channel grad_output, a value and its cell.
 _AXIS_BYTES, _VALUE_BYTES = 56, 28
 
 _BLOCK_BYTES = 16 * 2**20  # larger blocks of points or values only fall out of the cache
@@ -50,7 +50,7 @@ def reference(
     rule: CoordinateRule = CoordinateRule.TORCH,
     scratch_bytes: int = SCRATCH_BYTES,
 ) -> None:
-    """Compute the gradients of grid sampling by its input and its grid.
+    """Compute the gradients of grid sampling with respect to its input and its grid.
 
     Args:
         inputs: `grad_output` (N, C, OH, OW), `input` (N, C, H, W), `grid` (N, OH, OW, 2) with (x, y) on its
@@ -59,16 +59,16 @@ def reference(
         attrs: `interpolation_mode` 0 bilinear or 1 nearest; `padding_mode` 0 zeros, 1 border or 2 reflection;
             `align_corners`. Others are not read.
         outputs: C-contiguous arrays of any float dtype to fill, each of which may be absent: `input_grad`
-            shaped like `input`, `grid_grad` like `grid`. They become zeros where any operand is empty.
+            shaped like `input`, `grid_grad` like `grid`. They become zeros if any operand is empty.
         rule: How grid values become positions; all else is float64.
-        scratch_bytes: Scratch memory to stay within, in bytes.
+        scratch_bytes: Maximum scratch memory, in bytes.
     """
     call = _Call(inputs, attrs, rule)
     if 0 in (call.grad_output.size, call.input.size):
         for output in outputs.values():
             output.fill(0)
         return
-    with np.errstate(all="ignore"):  # NaN and infinite data are computed, without remark
+    with np.errstate(all="ignore"):  # NaN and infinite data are computed without warnings
         if "input_grad" in outputs:
             _write_input_grad(call, outputs["input_grad"], scratch_bytes)
         if "grid_grad" in outputs:
@@ -166,7 +166,7 @@ def _sum_region(call: _Call, region: Tile, block_bytes: int) -> Float64Array:
 
 
 def _scatter(call: _Call, tile: Tile, region: Tile, sums: Float64Array, block_bytes: int) -> None:
-    """Add what the points of a tile give to the sums of a region of input_grad."""
+    """Add the contributions of a tile's points to the sums of a region of input_grad."""
     samples, channels, *inner = region
     points = _Points(call, tile)
     index, weight = points.corners(call.is_nearest)
@@ -204,7 +204,7 @@ def _write_grid_grad(call: _Call, output: npt.NDArray[Any], scratch_bytes: int) 
 
 
 def _slope(products: Float64Array, beyond: Sequence[Float64Array], axis: int) -> Float64Array:
-    """The difference along an axis, interpolated over the others; one value a point."""
+    """Return the difference along an axis, interpolated over the others; one value per point."""
     corners = products.reshape(*(2,) * len(beyond), -1)
     values: Float64Array = np.diff(corners, axis=axis).squeeze(axis)
     for other, t in enumerate(beyond):

@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 __all__ = ["reference"]
 
 _MASKED = -float(np.finfo(np.float32).max)
-# Larger tiles gain nothing in the matrix products and leave the caches.
+# Larger tiles gain nothing in the matrix products and no longer fit the caches.
 _TILE_BYTES = 32 * 2**20
-# The axes (0 is n, 1 is m, 2 is k) an output has besides d, and the one that is summed over.
+# The axes (0 is n, 1 is m, 2 is k) an output has besides d; the third one is summed over.
 _KEPT_AXES = {"dq": (0, 1), "dk1": (0, 2), "dv1": (0, 2), "dk2": (2, 1), "dv2": (2, 1)}
 _SCALED = ("dq", "dk1", "dk2")
 
@@ -68,7 +68,7 @@ def reference(
             output.fill(0)
         return
     call = _Call.of(inputs, attrs)
-    # Non-finite data is computed like any other; what it makes of NumPy's flags is of no interest.
+    # Non-finite data is computed like any other; NumPy's warnings about it are irrelevant.
     with np.errstate(all="ignore"):
         for wanted, region in _sweeps(call, tuple(outputs), scratch_bytes // 2):
             for batch, head in np.ndindex(call.query.shape[:2]):
@@ -80,7 +80,7 @@ def reference(
 
 @dataclass(frozen=True)
 class _Call:
-    """The operands; those of one (batch, head) have the two leading axes taken off."""
+    """The operands; those of one (batch, head) lack the two leading axes."""
 
     query: npt.NDArray[Any]
     key1: npt.NDArray[Any]
@@ -156,7 +156,7 @@ def _groups(
 
 
 def _sum_bytes(call: _Call, names: tuple[str, ...], region: Sizes) -> int:
-    """Return what the float64 sums of some outputs take in a region."""
+    """Return the bytes that the float64 sums of some outputs take in a region."""
     pairs = (_KEPT_AXES[name] for name in names)
     return 8 * call.depth * sum(region[rows] * region[columns] for rows, columns in pairs)
 
@@ -202,7 +202,7 @@ def _sweep(slab: _Call, region: Spans, outputs: Mapping[str, npt.NDArray[Any]], 
 
 
 def _add_tile(slab: _Call, region: Spans, inner: Spans, sums: Mapping[str, Floats]) -> None:
-    """Add what one tile of a region, placed relative to it, gives to each of the region's sums."""
+    """Add the contribution of one tile, placed relative to its region, to each of the region's sums."""
     n, m, k = (
         slice(outer.start + part.start, outer.start + part.stop)
         for outer, part in zip(region, inner, strict=True)
@@ -214,7 +214,7 @@ def _add_tile(slab: _Call, region: Spans, inner: Spans, sums: Mapping[str, Float
 
 
 def _float64(array: npt.NDArray[Any]) -> Floats:
-    """Copy into a C-contiguous array, so that no layout of an operand changes how a product is summed."""
+    """Copy into a C-contiguous array, so that an operand's layout does not change how a product is summed."""
     return np.array(array, dtype=np.float64, order="C")
 
 
@@ -230,10 +230,10 @@ def _per_row(array: Floats) -> Floats:
 
 @dataclass(frozen=True)
 class _Tile:
-    """One box of scores and the operands that meet in it.
+    """One box of scores and the operands that it needs.
 
-    The products with key1 and value1 are matrix products for each n; those with key2 and value2 for each m:
-    for these `_by_m` holds the operands with m leading.
+    The products with key1 and value1 are matrix products for each n, those with key2 and value2 for each m,
+    for which `_by_m` copies the operands with m leading.
     """
 
     scores: Floats  # P, (n, m, k)

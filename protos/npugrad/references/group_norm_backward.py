@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 Float64Array: TypeAlias = npt.NDArray[np.float64]
 
-# Scratch memory at its peak, in bytes, of one element, channel, and group of a block.
-_ELEMENT_BYTES = 32  # grad_out and xh in float64, then the block before or a strided run before its cast
+# Peak scratch memory of one element, channel, and group of a block, in bytes.
+_ELEMENT_BYTES = 32  # grad_out and xh in float64, then the previous block or a strided run before its cast
 _CHANNEL_BYTES = 56  # both sums, both accumulators over the samples, gamma twice, one product with it
 _GROUP_BYTES = 48  # mean, rstd, c1, c2
 
@@ -44,7 +44,7 @@ def reference(
     *,
     scratch_bytes: int = SCRATCH_BYTES,
 ) -> None:
-    """Compute the gradients of group normalisation by its input, scale and offset.
+    """Compute the gradients of group normalisation with respect to its input, scale and offset.
 
     Args:
         inputs: `grad_out` and `input`, any shapes of n*c*hxw elements; `mean` and `rstd`, any shapes of
@@ -53,7 +53,7 @@ def reference(
         attrs: `n`, `c`, `hxw` and `group`; others are not read.
         outputs: C-contiguous arrays of any float dtype to fill, each of which may be absent: `grad_input` of
             n*c*hxw elements, `grad_gamma` and `grad_beta` of c elements. With n*c*hxw = 0 they become zeros.
-        scratch_bytes: Scratch memory to stay within, in bytes; a few numbers per sample come on top.
+        scratch_bytes: Maximum scratch memory, in bytes, apart from a few numbers per sample.
     """
     call = _Call(inputs, attrs, outputs)
     if 0 in (call.samples, call.channels, call.pixels):
@@ -61,7 +61,7 @@ def reference(
             output.fill(0)
         return
     group_bytes = call.group_channels * call.channel_bytes + _GROUP_BYTES
-    with np.errstate(all="ignore"):  # NaN and infinite data are computed, without remark
+    with np.errstate(all="ignore"):  # NaN and infinite data are computed without warnings
         if group_bytes <= scratch_bytes:
             _whole_groups(call, group_bytes, min(scratch_bytes, _BLOCK_BYTES))
         else:
@@ -131,13 +131,13 @@ class _Block:
         return sums, np.einsum("ngdl,ngdl->ngd", self._grad, self._normalized)
 
     def group_mean(self, channel_sums: Float64Array) -> Float64Array:
-        """Add up channel sums weighted by gamma, as a share of the group's mean: (samples, groups, 1, 1)."""
+        """Add up channel sums weighted by gamma, divided by the group's size: (samples, groups, 1, 1)."""
         sums: Float64Array = np.einsum("ngd,gd->ng", channel_sums, self._gamma[:, :, 0])
         sums /= self._call.group_elements
         return sums[:, :, np.newaxis, np.newaxis]
 
     def write_grad_input(self, c1: Float64Array, c2: Float64Array) -> None:
-        """Write rstd * (grad_out * gamma - c1 - xh * c2); the block's own arrays are used up."""
+        """Write rstd * (grad_out * gamma - c1 - xh * c2), overwriting the block's arrays."""
         self._grad *= self._gamma
         self._grad -= c1
         self._normalized[...] *= c2
@@ -156,7 +156,7 @@ def _whole_groups(call: _Call, group_bytes: int, block_bytes: int) -> None:
     for groups in spans(call.groups, group_bytes, block_bytes):
         grad_beta = np.zeros((_length(groups), call.group_channels))
         grad_gamma = np.zeros_like(grad_beta)
-        # Either all groups of several samples, or some of one sample: a contiguous run both times.
+        # Either all groups of several samples, or some of one sample: a contiguous run in both cases.
         for samples in spans(call.samples, call.groups * group_bytes, block_bytes):
             block = _Block(call, samples, groups, channels, pixels)
             grad_sums, product_sums = block.channel_sums()
@@ -212,5 +212,5 @@ def _channel_parts(call: _Call, block_bytes: int) -> Iterator[slice]:
 
 
 def _pixel_parts(call: _Call, channels: slice, block_bytes: int) -> Iterator[slice]:
-    """Cut the pixels; channels that came more than one to a part keep them whole, so a part is contiguous."""
+    """Cut the pixels, except in parts of several channels: those keep all, so that a part is contiguous."""
     return spans(call.pixels, _length(channels) * _ELEMENT_BYTES, block_bytes)

@@ -1,7 +1,7 @@
 """Float64 reference of aclnnLayerNormBackward.
 
-A row is normalised as a group of group normalisation is that has as many channels, of one pixel each, as the
-row has elements: weight is gamma, and the sums over the rows are those over the samples.
+A row is normalised like a group of group normalisation that has one channel of one pixel for each element of
+the row: weight is gamma, and the sums over the rows are those over the samples.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def reference(
     *,
     scratch_bytes: int = SCRATCH_BYTES,
 ) -> None:
-    """Compute the gradients of layer normalisation by its input, weight and bias.
+    """Compute the gradients of layer normalisation with respect to its input, weight and bias.
 
     Args:
         inputs: `grad_out` and `input`, (A1, ..., Ai, R1, ..., Rj); `mean` and `rstd`, any shapes of A1*...*Ai
@@ -35,8 +35,8 @@ def reference(
             any strides.
         attrs: `normalized_shape`, (R1, ..., Rj); others are not read.
         outputs: C-contiguous arrays of any float dtype to fill, each of which may be absent: `grad_input`,
-            `grad_weight` and `grad_bias`. Without elements of input they become zeros.
-        scratch_bytes: Scratch memory to stay within, in bytes; a few numbers per row come on top.
+            `grad_weight` and `grad_bias`. They become zeros if input is empty.
+        scratch_bytes: Maximum scratch memory, in bytes, apart from a few numbers per row.
     """
     mean = inputs["mean"]
     sizes = {"n": 0 if mean is None else mean.size, "c": math.prod(attrs["normalized_shape"])}

@@ -15,13 +15,13 @@ a sample with `-1 < h < H` and `-1 < w < W` reads up to four corners, those insi
     h0+1, w0   lh*hw    +hw    -lh          grad_attn_weight = sum(go * val)
     h0+1, w0+1 lh*lw    +lw    +lh          grad_location = (W * a * sum(go * dw), H * a * sum(go * dh))
 
-with `v = value[b, s + y*W + x, m, :]`. Any other sample, one at NaN too, contributes nothing and its
-gradients are 0, whatever its weight is, be it NaN or infinite: the vendor's kernel (GridSampleCompute in
-multi_scale_deformable_attention_grad.h) skips it, and so do those of Deformable-DETR
-(ms_deform_im2col_cuda.cuh) and mmcv (ms_deform_attn_cuda_kernel.cuh), forward and backward. mmcv's function
-in plain PyTorch, which is no peer here, multiplies such a weight by 0 and gets NaN.
-`spatial_shape` and `level_start_index` are the caller's data and may say anything: a corner whose flat
-index lies outside [0, num_keys) is dropped, and the index is never computed in a way that can wrap.
+with `v = value[b, s + y*W + x, m, :]`. Any other sample, including one at NaN, contributes nothing and its
+gradients are 0, whatever its weight, even NaN or infinite: the vendor's kernel (GridSampleCompute in
+multi_scale_deformable_attention_grad.h) skips it, as do those of Deformable-DETR (ms_deform_im2col_cuda.cuh)
+and mmcv (ms_deform_attn_cuda_kernel.cuh), forward and backward. mmcv's function in plain PyTorch, which is
+not a peer here, multiplies such a weight by 0 and gets NaN. `spatial_shape` and `level_start_index` are the
+caller's data and may contain anything: a corner whose flat index lies outside [0, num_keys) is dropped, and
+the index is never computed in a way that can wrap.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def reference(
             output.fill(0)
         return
     call = _Call.of(inputs, rule)
-    # Non-finite data is computed like any other; what it makes of NumPy's flags is of no interest.
+    # Non-finite data is computed like any other; NumPy's warnings about it are irrelevant.
     with np.errstate(all="ignore"):
         if "grad_value" in outputs:
             _write_grad_value(call, outputs["grad_value"], scratch_bytes)
@@ -93,7 +93,7 @@ def reference(
 
 @dataclass(frozen=True)
 class _Call:
-    """The operands, with the axes of `grad_output` apart and the levels as exact int64.
+    """The operands, with heads and channels of `grad_output` as two axes and the levels as exact int64.
 
     A *slab* is one (batch, head), numbered batch by batch; slabs share nothing but the levels.
     """
@@ -118,7 +118,7 @@ class _Call:
             location=given["location"],
             attn_weight=given["attn_weight"],
             grad_output=given["grad_output"].reshape(bs, nq, nh, channels),  # splits an axis: a view
-            # One trailing axis for the points, so that a level meets its own samples.
+            # One trailing axis for the points, so that each level broadcasts to its own samples.
             height=shape[:, :1],
             width=shape[:, 1:],
             start=np.array(given["level_start_index"], dtype=np.int64)[:, None],
@@ -189,23 +189,23 @@ class _Samples:
 
 
 def _along_axis(location: npt.NDArray[Any], size: Ints, rule: CoordinateRule) -> tuple[Bools, Ints, Floats]:
-    """Place samples on one axis of their level: whether in reach, the lower corner, the way beyond it."""
+    """Place samples on one axis of their level: whether in reach, the lower corner, the distance from it."""
     pixel = attention_pixels(location, size, rule)
-    # False for NaN. What is at least 2**63 lies past every size and would not survive the cast.
+    # False for NaN. A pixel of 2**63 or more lies beyond every size and would overflow in the cast.
     reached = (pixel > -1.0) & (pixel < 2.0**63)
     pixel[~reached] = 0.0
     lower = np.floor(pixel)
     first = lower.astype(np.int64)
-    # The rule is pixel < size; between whole numbers it is exact where a float64 size might not be.
+    # The condition is pixel < size; on integers it is exact, where a float64 size might not be.
     reached &= first < size
     return reached, first, pixel - lower
 
 
 def _corner_keys(call: _Call, first_y: Ints, first_x: Ints) -> tuple[Ints, Bools]:
-    """Return the flat index of every corner and whether it is to be believed and used.
+    """Return the flat index of every corner and whether it is valid.
 
-    `start + y * width + x` can need 127 bits. Modulo 2**64 it is cheap; that equals the true index
-    wherever the true index fits int64, which a float64 estimate decides well before any limit.
+    `start + y * width + x` can need 127 bits. Modulo 2**64 it is cheap, and it equals the true index if that
+    fits int64, which a float64 estimate decides with a wide margin.
     """
     y, x = first_y[..., None] + _CORNER_Y, first_x[..., None] + _CORNER_X
     height, width, start = call.height[..., None], call.width[..., None], call.start[..., None]
@@ -224,7 +224,7 @@ def _corner_keys(call: _Call, first_y: Ints, first_x: Ints) -> tuple[Ints, Bools
 
 
 def _write_sample_grads(call: _Call, outputs: Mapping[str, npt.NDArray[Any]], scratch_bytes: int) -> None:
-    """Write grad_location and grad_attn_weight, one gather of the corners for both."""
+    """Write grad_location and grad_attn_weight, with one gather of the corners for both."""
     channels = call.value.shape[3]
     corner_bytes = _CORNER_BYTES + channels * (call.value.itemsize + 8 + 6)
     row_bytes = call.corners_per_query * corner_bytes + 16 * channels
@@ -255,10 +255,10 @@ def _read(call: _Call, samples: _Samples, batch: Ints, queries: slice, head: Int
 
 
 def _write_grad_value(call: _Call, output: npt.NDArray[Any], scratch_bytes: int) -> None:
-    """Write grad_value: bands of keys are summed whole in float64, then rounded.
+    """Write grad_value: bands of keys are summed completely in float64, then rounded.
 
-    A band is some slabs, or where one slab is too large, some of its keys; each band goes through all
-    queries of its slabs and takes the corners that fall into it.
+    A band is some slabs or, if one slab is too large, some of its keys; each band goes through all queries of
+    its slabs and takes the corners that fall into it.
     """
     bs, keys, heads, channels = call.value.shape
     row_bytes = call.corners_per_query * (_CORNER_BYTES + 24) + 24 * channels
@@ -275,7 +275,7 @@ def _write_grad_value(call: _Call, output: npt.NDArray[Any], scratch_bytes: int)
 
 
 def _scatter(call: _Call, sums: Floats, batch: Ints, queries: slice, head: Ints, band: slice) -> None:
-    """Add what a block of queries gives to a band of keys; sums is (channels, slabs, keys of the band)."""
+    """Add the contributions of queries to a band of keys; sums is (channels, slabs, keys of the band)."""
     samples = _Samples.of(call, batch, queries, head)
     hits = samples.kept & (samples.key >= band.start) & (samples.key < band.stop)
     corner = np.flatnonzero(hits)

@@ -125,10 +125,10 @@ class Chunk(google.protobuf.message.Message):
     OFFSET_FIELD_NUMBER: builtins.int
     DATA_FIELD_NUMBER: builtins.int
     operand: builtins.int
-    """Which tensor: index of its parameter in the C signature of GetWorkspaceSize, counted from 0. That is
-    the number of its field in the operator's request less 2, and of a result, the number of the field
-    that declares it in the request, less 2: grad_input of GroupNormBackward, field 12 of the request and
-    2 of the response, is operand 10.
+    """Index of the tensor's parameter in the C signature of GetWorkspaceSize, counted from 0. For an operand
+    this is its field number in the operator's request minus 2; for a result, the number of the request field
+    that declares it minus 2: grad_input of GroupNormBackward, field 12 of the request and 2 of the response,
+    is operand 10.
     """
     offset: builtins.int
     """First byte of the piece in the content of the tensor."""
@@ -155,7 +155,7 @@ class ExecuteRequest(google.protobuf.message.Message):
     CHUNK_FIELD_NUMBER: builtins.int
     @property
     def header(self) -> global___ExecuteHeader:
-        """What is called."""
+        """The call."""
 
     @property
     def chunk(self) -> global___Chunk:

@@ -122,8 +122,8 @@ class BackwardServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Execute(self, request_iterator, context):
-        """One call of any operator and any size: a header, then the chunks it announced. The header is
-        checked, and refused, before any chunk is read. The reply has the same form.
+        """One call of any operator and any size: a header, then the chunks that it announces. An invalid header is
+        refused before any chunk is read. The reply has the same form.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

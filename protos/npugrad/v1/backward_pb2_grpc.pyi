@@ -64,8 +64,8 @@ class BackwardServiceStub:
         npugrad.v1.backward_pb2.ExecuteRequest,
         npugrad.v1.backward_pb2.ExecuteResponse,
     ]
-    """One call of any operator and any size: a header, then the chunks it announced. The header is
-    checked, and refused, before any chunk is read. The reply has the same form.
+    """One call of any operator and any size: a header, then the chunks that it announces. An invalid header is
+    refused before any chunk is read. The reply has the same form.
     """
 
 class BackwardServiceAsyncStub:
@@ -113,8 +113,8 @@ class BackwardServiceAsyncStub:
         npugrad.v1.backward_pb2.ExecuteRequest,
         npugrad.v1.backward_pb2.ExecuteResponse,
     ]
-    """One call of any operator and any size: a header, then the chunks it announced. The header is
-    checked, and refused, before any chunk is read. The reply has the same form.
+    """One call of any operator and any size: a header, then the chunks that it announces. An invalid header is
+    refused before any chunk is read. The reply has the same form.
     """
 
 class BackwardServiceServicer(metaclass=abc.ABCMeta):
@@ -176,8 +176,8 @@ class BackwardServiceServicer(metaclass=abc.ABCMeta):
         request_iterator: _MaybeAsyncIterator[npugrad.v1.backward_pb2.ExecuteRequest],
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[npugrad.v1.backward_pb2.ExecuteResponse], collections.abc.AsyncIterator[npugrad.v1.backward_pb2.ExecuteResponse]]:
-        """One call of any operator and any size: a header, then the chunks it announced. The header is
-        checked, and refused, before any chunk is read. The reply has the same form.
+        """One call of any operator and any size: a header, then the chunks that it announces. An invalid header is
+        refused before any chunk is read. The reply has the same form.
         """
 
 def add_BackwardServiceServicer_to_server(servicer: BackwardServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -3,8 +3,8 @@
 isort:skip_file
 Typed requests and responses of the operators. Fields are named like the parameters of the
 aclnn documents, in snake_case. An unset tensor, array, scalar or string is a null pointer; any other
-unset attribute is a malformed request. A string is UTF-8 without NUL, at most 4096 bytes; an int8_t
-travels as an int32 and is malformed out of its range.
+unset attribute is a malformed request. A string is UTF-8 without NUL, at most 4096 bytes; an int8_t is
+sent as an int32 and is malformed if out of range.
 """
 
 import builtins
@@ -37,13 +37,15 @@ class _StageEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumType
     STAGE_VALIDATE: _Stage.ValueType  # 2
     """The documented constraints are checked."""
     STAGE_RECEIVE: _Stage.ValueType  # 3
-    """Operands are written to the server's memory: copied from the message, made from recipes or taken from chunks."""
+    """Operands are written to the server's memory: copied from the message, generated from recipes or taken
+    from chunks.
+    """
     STAGE_QUEUED: _Stage.ValueType  # 4
-    """The call waits for a device, until its worker has taken it up: a little longer than queued_s, which ends when
-    the call is handed over.
+    """The call waits for a device, until its worker has picked it up: a little longer than queued_s, which ends
+    when the call is handed over.
     """
     STAGE_LOST: _Stage.ValueType  # 5
-    """A start came to nothing: the worker died, the device could not take the call, or the caller gave it up."""
+    """An attempt failed: the worker died, the device could not take the call, or the caller abandoned it."""
     STAGE_COPY_IN: _Stage.ValueType  # 6
     """Operands are copied to the device."""
     STAGE_RUN: _Stage.ValueType  # 7
@@ -53,9 +55,9 @@ class _StageEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumType
     STAGE_VERIFY: _Stage.ValueType  # 9
     """The results are compared with those of the reference."""
     STAGE_ENCODE: _Stage.ValueType  # 10
-    """The reply is made; of a unary call without the last copy of its contents."""
+    """The reply is created; for a unary call without the last copy of its contents."""
     STAGE_SEND_BACK: _Stage.ValueType  # 11
-    """The chunks of a streamed reply are taken by the transport."""
+    """The transport takes the chunks of a streamed reply."""
 
 class Stage(_Stage, metaclass=_StageEnumTypeWrapper):
     """What a server does for a call."""
@@ -67,13 +69,15 @@ STAGE_DECODE: Stage.ValueType  # 1
 STAGE_VALIDATE: Stage.ValueType  # 2
 """The documented constraints are checked."""
 STAGE_RECEIVE: Stage.ValueType  # 3
-"""Operands are written to the server's memory: copied from the message, made from recipes or taken from chunks."""
+"""Operands are written to the server's memory: copied from the message, generated from recipes or taken
+from chunks.
+"""
 STAGE_QUEUED: Stage.ValueType  # 4
-"""The call waits for a device, until its worker has taken it up: a little longer than queued_s, which ends when
-the call is handed over.
+"""The call waits for a device, until its worker has picked it up: a little longer than queued_s, which ends
+when the call is handed over.
 """
 STAGE_LOST: Stage.ValueType  # 5
-"""A start came to nothing: the worker died, the device could not take the call, or the caller gave it up."""
+"""An attempt failed: the worker died, the device could not take the call, or the caller abandoned it."""
 STAGE_COPY_IN: Stage.ValueType  # 6
 """Operands are copied to the device."""
 STAGE_RUN: Stage.ValueType  # 7
@@ -83,9 +87,9 @@ STAGE_COPY_OUT: Stage.ValueType  # 8
 STAGE_VERIFY: Stage.ValueType  # 9
 """The results are compared with those of the reference."""
 STAGE_ENCODE: Stage.ValueType  # 10
-"""The reply is made; of a unary call without the last copy of its contents."""
+"""The reply is created; for a unary call without the last copy of its contents."""
 STAGE_SEND_BACK: Stage.ValueType  # 11
-"""The chunks of a streamed reply are taken by the transport."""
+"""The transport takes the chunks of a streamed reply."""
 global___Stage = Stage
 
 class _Product:
@@ -127,8 +131,8 @@ class CallOptions(google.protobuf.message.Message):
     LABEL_FIELD_NUMBER: builtins.int
     VERIFY_FIELD_NUMBER: builtins.int
     deterministic: builtins.bool
-    """Ask for results that do not depend on the order of summation. Refused
-    (DETERMINISM_UNSUPPORTED) where the device cannot honour it.
+    """Request results that do not depend on the order of summation. Refused (DETERMINISM_UNSUPPORTED) if the
+    device cannot honour it.
     """
     priority: builtins.int
     """Calls of higher priority leave the queue first; -100 to 100, default 0."""
@@ -137,8 +141,8 @@ class CallOptions(google.protobuf.message.Message):
     tenant with different labels take turns.
     """
     verify: builtins.bool
-    """Recompute the call with the float64 reference and refuse to answer
-    (VERIFICATION_FAILED) when the results differ by more than the tolerance.
+    """Recompute the call with the float64 reference and fail (VERIFICATION_FAILED) if the results differ by
+    more than the tolerance.
     """
     def __init__(
         self,
@@ -185,7 +189,7 @@ class ExecutionInfo(google.protobuf.message.Message):
     workspace_bytes: builtins.int
     """Workspace the operator asked for, in bytes."""
     attempts: builtins.int
-    """How often the call was started; above 1 when a worker died under it or a device could not take it."""
+    """Number of times the call was started; above 1 if a worker died or a device could not take the call."""
     queued_s: builtins.float
     """Seconds between admission and start on the device."""
     copy_in_s: builtins.float
@@ -197,23 +201,23 @@ class ExecutionInfo(google.protobuf.message.Message):
     request_id: builtins.str
     """Identifier of the request, as in the server's log."""
     verification: builtins.str
-    """Of a call with `verify`, what there is to tell of a right result: by which rule of coordinates it is right
-    if not by the service's own, and how many points lie on the other side of a pixel edge. Else empty.
+    """For a call with `verify`, notes on a right result: the coordinate rule it agrees with, if not the
+    service's own, and the number of points on the other side of a pixel edge. Otherwise empty.
     """
     predicted_wait_s: builtins.float
-    """Seconds that the server expected the call to wait for a device, when it came."""
+    """Seconds that the server expected the call to wait for a device, on arrival."""
     predicted_run_s: builtins.float
-    """Seconds that it expected copy_in_s, run_s and copy_out_s to be together; 0 where it knew no such call."""
+    """Seconds that it expected for copy_in_s, run_s and copy_out_s together; 0 if it had seen no such call."""
     @property
     def timeline(self) -> global___Timeline:
-        """Where the time went in the server, up to the making of this message. Of a streamed call, the trailing
-        metadata "npugrad-timeline-bin" has another one, serialized, with what came after.
+        """Where the time went in the server until this message was created. For a streamed call, the trailing
+        metadata "npugrad-timeline-bin" has another one, serialized, that includes what came after.
         """
 
     @property
     def verified(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___VerifiedOutput]:
-        """Of a call with `verify`, or one that the server verified unasked: how far each wanted output is from the
-        float64 reference, in the order of the operator's outputs. Else empty.
+        """For a call with `verify`, or one that the server verified unasked: the deviation of each wanted output
+        from the float64 reference, in the order of the operator's outputs. Otherwise empty.
         """
 
     def __init__(
@@ -243,7 +247,7 @@ global___ExecutionInfo = ExecutionInfo
 
 @typing.final
 class VerifiedOutput(google.protobuf.message.Message):
-    """How far an output of a right result is from the float64 reference."""
+    """Deviation of an output of a right result from the float64 reference."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -256,9 +260,9 @@ class VerifiedOutput(google.protobuf.message.Message):
     max_absolute_error: builtins.float
     """Largest absolute error of an element, over finite elements."""
     max_relative_error: builtins.float
-    """That, as a share of the largest absolute value of the reference."""
+    """The same, relative to the largest absolute value of the reference."""
     tolerance_used: builtins.float
-    """Largest error as a share of what the tolerance allows, of elements and their mean; at most 1."""
+    """Largest error as a fraction of the tolerance, over single elements and their mean; at most 1."""
     def __init__(
         self,
         *,
@@ -280,7 +284,7 @@ class Timeline(google.protobuf.message.Message):
     STAGES_FIELD_NUMBER: builtins.int
     @property
     def stages(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___StageTime]:
-        """In order; gaps between them are no stage."""
+        """In order; gaps between them belong to no stage."""
 
     def __init__(
         self,
@@ -301,7 +305,7 @@ class StageTime(google.protobuf.message.Message):
     START_S_FIELD_NUMBER: builtins.int
     END_S_FIELD_NUMBER: builtins.int
     stage: global___Stage.ValueType
-    """Which one."""
+    """The stage."""
     start_s: builtins.float
     """Seconds from the arrival of the call to the start of the stage."""
     end_s: builtins.float
@@ -732,7 +736,7 @@ class FusedFloydAttentionGradRequest(google.protobuf.message.Message):
 
     @property
     def atten_mask(self) -> npugrad.v1.tensor_pb2.Tensor:
-        """(B, 1, N, 1, K) bool or uint8, or unset: 1 takes the position out."""
+        """(B, 1, N, 1, K) bool or uint8, or unset: 1 masks the position out."""
 
     @property
     def softmax_max(self) -> npugrad.v1.tensor_pb2.Tensor:

@@ -31,16 +31,16 @@ class _DeviceStateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     DEVICE_STATE_UNSPECIFIED: _DeviceState.ValueType  # 0
     """Not set."""
     DEVICE_STATE_STARTING: _DeviceState.ValueType  # 1
-    """Its worker is starting; the reason says what the start is at."""
+    """Its worker is starting; the reason says how far it is."""
     DEVICE_STATE_READY: _DeviceState.ValueType  # 2
     """It takes calls."""
     DEVICE_STATE_RESTARTING: _DeviceState.ValueType  # 3
     """Its worker died and is about to be replaced."""
     DEVICE_STATE_DOWN: _DeviceState.ValueType  # 4
-    """Calls do not wait for it. Unless it is damaged, it is tried again, slower and slower, without end."""
+    """Calls do not wait for it. Unless it is damaged, it is retried indefinitely, at growing intervals."""
     DEVICE_STATE_QUARANTINED: _DeviceState.ValueType  # 5
-    """Its results were wrong. It takes no calls; one new worker is tried, and has to compute every canary
-    right three times before the device takes calls again.
+    """Its results were wrong. It takes no calls; one new worker is tried, which must compute every canary
+    correctly three times before the device takes calls again.
     """
 
 class DeviceState(_DeviceState, metaclass=_DeviceStateEnumTypeWrapper):
@@ -49,16 +49,16 @@ class DeviceState(_DeviceState, metaclass=_DeviceStateEnumTypeWrapper):
 DEVICE_STATE_UNSPECIFIED: DeviceState.ValueType  # 0
 """Not set."""
 DEVICE_STATE_STARTING: DeviceState.ValueType  # 1
-"""Its worker is starting; the reason says what the start is at."""
+"""Its worker is starting; the reason says how far it is."""
 DEVICE_STATE_READY: DeviceState.ValueType  # 2
 """It takes calls."""
 DEVICE_STATE_RESTARTING: DeviceState.ValueType  # 3
 """Its worker died and is about to be replaced."""
 DEVICE_STATE_DOWN: DeviceState.ValueType  # 4
-"""Calls do not wait for it. Unless it is damaged, it is tried again, slower and slower, without end."""
+"""Calls do not wait for it. Unless it is damaged, it is retried indefinitely, at growing intervals."""
 DEVICE_STATE_QUARANTINED: DeviceState.ValueType  # 5
-"""Its results were wrong. It takes no calls; one new worker is tried, and has to compute every canary
-right three times before the device takes calls again.
+"""Its results were wrong. It takes no calls; one new worker is tried, which must compute every canary
+correctly three times before the device takes calls again.
 """
 global___DeviceState = DeviceState
 
@@ -92,15 +92,15 @@ class Device(google.protobuf.message.Message):
     backend: builtins.str
     """Backend in use: "cpu" (compiled kernels), "cpu-reference" (NumPy), "npu", "test"."""
     description: builtins.str
-    """What the backend says of itself: kernel variant, SoC name, why a fallback is in use."""
+    """Details of the backend: kernel variant, SoC name, why a fallback is in use."""
     simulated: builtins.bool
     """True when the device is simulated."""
     state: global___DeviceState.ValueType
     """Whether it takes calls."""
     restarts: builtins.int
-    """How often its worker was replaced."""
+    """Number of times its worker was replaced."""
     reason: builtins.str
-    """Why it is not ready, when it is not."""
+    """Why it is not ready, if it is not."""
     def __init__(
         self,
         *,
@@ -145,9 +145,9 @@ class Limits(google.protobuf.message.Message):
     max_queue_depth: builtins.int
     """Calls that may wait for a device."""
     front_memory_bytes: builtins.int
-    """Bytes outside of the arenas that messages and unread replies may take at once."""
+    """Bytes outside the arenas that messages and unread replies may take at once."""
     max_calls: builtins.int
-    """Calls in progress at once, those whose reply was not taken yet included."""
+    """Calls in progress at once, including those with an unread reply."""
     max_streams_per_connection: builtins.int
     """Calls in progress at once on one connection."""
     max_connections: builtins.int
@@ -211,7 +211,7 @@ class GetServerInfoResponse(google.protobuf.message.Message):
     product: npugrad.v1.operators_pb2.Product.ValueType
     """Product it serves."""
     draining: builtins.bool
-    """True from the signal that ends it on: calls in progress finish, others should go elsewhere."""
+    """True once it is told to shut down: calls in progress finish, others should go elsewhere."""
     uptime_s: builtins.float
     """Seconds since it started."""
     queue_depth: builtins.int
@@ -223,9 +223,11 @@ class GetServerInfoResponse(google.protobuf.message.Message):
     output_arena_used_bytes: builtins.int
     """Bytes of all output arenas in use now."""
     front_requests_bytes: builtins.int
-    """Bytes that messages take outside of the arenas now, those on their way counted as the largest there may be."""
+    """Bytes that messages take outside the arenas now; those still arriving count as the largest message
+    allowed.
+    """
     front_replies_bytes: builtins.int
-    """Bytes that replies take there now, until they were taken, twice what they are."""
+    """Bytes that unread replies take there now, counted twice."""
     @property
     def devices(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Device]:
         """Its devices."""
@@ -323,7 +325,7 @@ class Operator(google.protobuf.message.Message):
     summary: builtins.str
     """What it computes."""
     supported: builtins.bool
-    """False where the product, or what is installed with the server's devices, has no such operator."""
+    """False if the product, or the software installed with the server's devices, lacks the operator."""
     min_cann: builtins.str
     """Oldest CANN release that has it."""
     @property
@@ -408,7 +410,9 @@ class OperatorConstraint(google.protobuf.message.Message):
     text: builtins.str
     """The documented sentence."""
     vendor_code: builtins.str
-    """What the vendor's own source answers there: a code, "accepts", or "varies" where that depends on the call."""
+    """What the vendor's source returns for a violation: a code, "accepts", or "varies" if it depends on the
+    call.
+    """
     @property
     def sources(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[npugrad.v1.validation_pb2.Source]:
         """Where it is documented."""

@@ -17,7 +17,7 @@ DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
 
 @typing.final
 class ValidateRequest(google.protobuf.message.Message):
-    """A call to validate. Tensors need no content; a content that is there is not read."""
+    """A call to validate. Tensors need no content; any content is ignored."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -50,9 +50,7 @@ class Source(google.protobuf.message.Message):
     SECTION_FIELD_NUMBER: builtins.int
     ROW_FIELD_NUMBER: builtins.int
     document: builtins.str
-    """Document: the official name of the operator's page, or such as "vendor source (ops-nn)" for the
-    vendor's source code.
-    """
+    """Official name of the operator's page, or for the vendor's code a name such as "vendor source (ops-nn)"."""
     section: builtins.str
     """Section of the document."""
     row: builtins.str
@@ -154,20 +152,20 @@ class ValidateResponse(google.protobuf.message.Message):
     PREDICTED_WAIT_S_FIELD_NUMBER: builtins.int
     PREDICTED_RUN_S_FIELD_NUMBER: builtins.int
     status: builtins.int
-    """aclnn status the first phase would return: 0 or the code the documented order gives."""
+    """aclnn status the first phase would return: 0, or the code that comes first in the documented order."""
     workspace_bytes: builtins.int
-    """Workspace in bytes, when a device can tell it."""
+    """Workspace in bytes, if a device can determine it."""
     product: npugrad.v1.operators_pb2.Product.ValueType
     """Product the call was validated for."""
     predicted_wait_s: builtins.float
-    """Seconds that the caller's next call of this kind is expected to wait; absent where nothing is known."""
+    """Seconds that the caller's next call of this kind is expected to wait; absent if unknown."""
     predicted_run_s: builtins.float
     """Seconds that copying in, running and copying out are expected to take together; absent until such calls
-    were done.
+    have run.
     """
     @property
     def violations(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Violation]:
-        """Every violated constraint, the one that gives the status first."""
+        """Every violated constraint, the one that determines the status first."""
 
     @property
     def outputs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___InferredOutput]:

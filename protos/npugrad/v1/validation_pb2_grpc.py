@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class ValidationServiceStub(object):
-    """Tells what the operator's first phase would answer, for shapes and dtypes alone.
+    """Returns what the operator's first phase would return, from shapes and dtypes alone.
     """
 
     def __init__(self, channel):
@@ -43,7 +43,7 @@ class ValidationServiceStub(object):
 
 
 class ValidationServiceServicer(object):
-    """Tells what the operator's first phase would answer, for shapes and dtypes alone.
+    """Returns what the operator's first phase would return, from shapes and dtypes alone.
     """
 
     def Validate(self, request, context):
@@ -70,7 +70,7 @@ def add_ValidationServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ValidationService(object):
-    """Tells what the operator's first phase would answer, for shapes and dtypes alone.
+    """Returns what the operator's first phase would return, from shapes and dtypes alone.
     """
 
     @staticmethod

@@ -18,7 +18,7 @@ class _ServicerContext(grpc.ServicerContext, grpc.aio.ServicerContext):  # type:
     ...
 
 class ValidationServiceStub:
-    """Tells what the operator's first phase would answer, for shapes and dtypes alone."""
+    """Returns what the operator's first phase would return, from shapes and dtypes alone."""
 
     def __init__(self, channel: typing.Union[grpc.Channel, grpc.aio.Channel]) -> None: ...
     Validate: grpc.UnaryUnaryMultiCallable[
@@ -28,7 +28,7 @@ class ValidationServiceStub:
     """Checks one call against every documented constraint."""
 
 class ValidationServiceAsyncStub:
-    """Tells what the operator's first phase would answer, for shapes and dtypes alone."""
+    """Returns what the operator's first phase would return, from shapes and dtypes alone."""
 
     Validate: grpc.aio.UnaryUnaryMultiCallable[
         npugrad.v1.validation_pb2.ValidateRequest,
@@ -37,7 +37,7 @@ class ValidationServiceAsyncStub:
     """Checks one call against every documented constraint."""
 
 class ValidationServiceServicer(metaclass=abc.ABCMeta):
-    """Tells what the operator's first phase would answer, for shapes and dtypes alone."""
+    """Returns what the operator's first phase would return, from shapes and dtypes alone."""
 
     @abc.abstractmethod
     def Validate(

@@ -1,6 +1,6 @@
-"""A device without torch_npu: CANN alone takes it, gives memory and a stream, and takes them back.
+"""A device without torch_npu: CANN alone takes it, allocates memory and streams, and releases them.
 
-For the first look at a node only: calls are served with torch_npu's allocators.
+Only for the first check of a node: calls are served with torch_npu's allocators.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _HUGE_FIRST = 0
 """aclrtMemMallocPolicy."""
 _PADDING_BYTES = 32
-"""What CANN wants behind each tensor."""
+"""What CANN requires after each tensor."""
 
 
 class BareDevice:
@@ -45,7 +45,7 @@ class BareDevice:
         self._give_back: list[Callable[[], None]] = []
 
     def take(self, index: int) -> None:
-        """Binds the thread to a device; all methods raise `AclError` where CANN refuses."""
+        """Binds the thread to a device; all methods raise `AclError` if CANN refuses."""
         self._call("aclrtSetDevice", index)
         self._give_back.append(lambda: self._call("aclrtResetDevice", index))
 
@@ -64,7 +64,7 @@ class BareDevice:
         return address, np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))[:nbytes]
 
     def close(self) -> None:
-        """Gives everything back, last taken first; nothing may be queued any more."""
+        """Releases everything, last taken first; nothing may still be queued."""
         while self._give_back:
             self._give_back.pop()()
 

@@ -1,7 +1,7 @@
 """What each error code of CANN means for the call and for the worker, as data.
 
-Sources: the vendor's page "aclnn return codes", `acl/error_codes/rt_error_codes.h`, and what public callers
-of the runtime learnt to do about them.
+Sources: the vendor's page "aclnn return codes", `acl/error_codes/rt_error_codes.h`, and how public callers of
+the runtime handle them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ class Action(Enum):
     """What follows from a code.
 
     Attributes:
-        ends_worker: Whether the process that met it has to go: the device, or what this process knows of it,
+        ends_worker: Whether the process that hit it must exit: the device, or the process's view of it,
             cannot be trusted any more.
         retries: Whether the same process may try the call once more.
     """
@@ -34,17 +34,17 @@ class Action(Enum):
     OPERATOR_MISSING = ("operator missing", False, False)
     """The node lacks the operator's kernels."""
     INTERNAL = ("internal", False, False)
-    """The operator library failed; whether the device did, its runtime's last error tells."""
+    """The operator library failed; the runtime's last error tells whether the device did."""
     OWN_FAULT = ("own fault", False, False)
     """We called the runtime wrongly; never to be tried again."""
     OUT_OF_MEMORY = ("out of memory", False, True)
-    """Cached memory is given back and the call tried once more."""
+    """Cached memory is released and the call tried once more."""
     OUT_OF_RESOURCES = ("out of resources", False, True)
-    """Streams, events or tasks ran out; tried once more, then the caller may come again."""
+    """Streams, events or tasks ran out; tried once more, then the caller may retry."""
     RESUBMIT = ("resubmit", False, True)
     """The vendor asks to submit again."""
     TIMED_OUT = ("timed out", True, False)
-    """The work still runs and nobody knows how far: nothing it may touch can be given back."""
+    """The work still runs, and its progress is unknown: nothing it may touch can be released."""
     END_WORKER = ("end worker", True, False)
     """The device or its context failed; a new process usually works."""
     BACK_OFF = ("back off", True, False)
@@ -113,7 +113,7 @@ FAULTS: tuple[FaultRow, ...] = (
     FaultRow(((507899, 507902),), Action.BACK_OFF, "driver error or lost connection to the device"),
     FaultRow(_one(507008, 507033, 207004), Action.UNAVAILABLE, "device unknown, not started or absent"),
 )
-"""The table; the first row that has a code counts."""
+"""The table; the first row that matches a code counts."""
 
 _BY_CLASS = {
     1: FaultRow((), Action.OWN_FAULT, "caller or environment error"),
@@ -121,7 +121,7 @@ _BY_CLASS = {
     3: FaultRow((), Action.INTERNAL, "state error"),
     5: FaultRow((), Action.END_WORKER, "internal error of runtime or device"),
 }
-"""For numbers the table does not have, by the vendor's rule for the first digit."""
+"""For codes not in the table, by the vendor's rule for the first digit."""
 _UNKNOWN = FaultRow((), Action.END_WORKER, "error of unknown class")
 
 
@@ -129,8 +129,8 @@ def fault_of(code: int, last_error: int = 0) -> FaultRow:
     """The row of a code.
 
     Args:
-        code: What a function returned; 0 when it gave no number.
-        last_error: What `aclrtPeekAtLastError` says: tells of what an operator library's own code hides.
+        code: What a function returned; 0 if it gave no number.
+        last_error: What `aclrtPeekAtLastError` says: it reveals what an operator library's own code hides.
     """
     row = next((row for row in FAULTS if row.matches(code)), None)
     if row is None:

@@ -5,10 +5,10 @@
 
 Guarantees
     - Arguments follow the order of `OpRecord.params`; nothing depends on an operator's name.
-    - Phase 2 is called at most once for an executor; if it is not called, the executor is destroyed, also
-      when phase 1 refused: generated interfaces hand one out before their checks.
-    - Handles live until phase 2 has returned, and not longer.
-Both phases, and leaving the block, belong to one thread.
+    - Phase 2 is called at most once for an executor; if it is not called, the executor is destroyed, even if
+      phase 1 refused: generated interfaces return one before their checks.
+    - Handles live until phase 2 has returned, and no longer.
+Both phases and the exit from the block must be on one thread.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Launcher:
     """Plans and launches operators."""
 
     def __init__(self, cann: Cann, runtime: Runtime) -> None:
-        """Takes what is bound; operators are bound when first asked for."""
+        """Takes the bound functions; operators are bound on first use."""
         self._cann = cann
         self._runtime = runtime
         self._phases: dict[str, tuple[Any, Any]] = {}
@@ -78,7 +78,7 @@ class Launcher:
         with Handles(self._runtime, self._cann.tensors) as handles:
             arguments = _arguments(record, attrs, tensors, handles)
             plan = FirstPhase(self._runtime, second)
-            self._runtime.forget_errors()  # a copy that was queued all right may have left a text
+            self._runtime.forget_errors()  # even a copy queued successfully may have left a text
             try:
                 plan.make(first, arguments)
                 yield plan
@@ -86,7 +86,7 @@ class Launcher:
                 self._destroy(record, plan.take_executor())
 
     def _destroy(self, record: OpRecord, executor: int | None) -> None:
-        """Destroys an executor; a failure, which CANN has for strided operands (561000), is only logged.
+        """Destroys an executor; a failure, as CANN reports for strided operands (561000), is only logged.
 
         It says nothing about the call, and only the first one is logged.
         """
@@ -101,7 +101,7 @@ class Launcher:
 
 
 class FirstPhase:
-    """What the first phase made."""
+    """The result of the first phase."""
 
     def __init__(self, runtime: Runtime, launch: Any) -> None:
         """Made by `Launcher.plan`."""
@@ -118,25 +118,25 @@ class FirstPhase:
         """Runs the first phase; for `Launcher.plan`.
 
         Raises:
-            AclError: CANN refused; there may be an executor all the same.
+            AclError: CANN refused; there may still be an executor.
         """
         self._runtime.call(plan, *arguments, self._workspace_bytes, self._executor)
 
     def take_executor(self) -> int | None:
-        """The executor, which from now on is the caller's; None when there is none, or no longer."""
+        """Hands the executor over to the caller; None if there is none, or none any more."""
         executor, self._executor = self._executor.value, ctypes.c_void_p()
         return executor
 
     def launch(self, workspace: int, stream: int) -> None:
-        """Runs the second phase, which queues the work; once.
+        """Runs the second phase, which queues the work; called once.
 
         Args:
-            workspace: Address of `workspace_bytes` of device memory; anything when that is 0.
+            workspace: Address of `workspace_bytes` of device memory; any value if that is 0.
             stream: Raw stream.
 
         Raises:
             AclError: CANN refused; the executor is used up all the same.
-            RuntimeError: There is no executor, or no longer.
+            RuntimeError: There is no executor, or none any more.
         """
         executor = self.take_executor()
         if executor is None:

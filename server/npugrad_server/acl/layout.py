@@ -1,7 +1,7 @@
-"""What a call looks like in device memory: pure, from the record and the metas.
+"""The layout of a call in device memory, a pure function of the record and the metas.
 
 Operands keep their strides where that saves work, because the operators take strided tensors: a transposed or
-an expanded operand goes down with no more bytes than the caller sent. Outputs are contiguous.
+an expanded operand takes no more bytes to the device than the caller sent. Outputs are contiguous.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from npugrad.operator import OpRecord, TensorParam
 
 _MOST_GAPS = 2
-"""A content this many times as long as its tensor is packed: copying it would cost more than packing."""
+"""An operand that spans more than this many times its size is packed: copying it would cost more."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Slot:
 
     Attributes:
         name: Name of the parameter.
-        meta: How it is handed to the operator; the first byte of its memory is its first element.
+        meta: How it is passed to the operator; its memory begins with its first element.
         packed: For an operand, whether the host makes it contiguous first.
         zeroed: For an output, whether its memory is zeroed first.
         wanted: For an output, whether the caller wants it; the operator may need memory for others, too.
@@ -49,8 +49,8 @@ class Arrangement:
     """All tensors of a call in device memory.
 
     Attributes:
-        inputs: Operands in the order of the record, those that are null left out.
-        outputs: Outputs in the order of the record, those handed down as null left out.
+        inputs: Operands in the record's order, without null ones.
+        outputs: Outputs in the record's order, without those passed as null.
     """
 
     inputs: tuple[Slot, ...]
@@ -82,7 +82,7 @@ def arrange(record: OpRecord, call: CallMeta) -> Arrangement:
 def _operand(param: TensorParam, meta: TensorMeta, checked: bool) -> Slot:
     shape = meta.shape if param.device_view is None else param.device_view(meta)
     strides = None if meta.is_contiguous else _kept_strides(meta, shape)
-    # What is checked must be the caller's no longer, and what is packed is not.
+    # A checked operand must be out of the caller's reach, as a packed one is.
     packed = checked or not (meta.is_contiguous or strides)
     if packed or not meta.size:
         strides = None
@@ -90,7 +90,7 @@ def _operand(param: TensorParam, meta: TensorMeta, checked: bool) -> Slot:
 
 
 def _kept_strides(meta: TensorMeta, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Strides under which the device sees a strided operand; None when it is to be packed."""
+    """Strides under which the device sees a strided operand; None if it must be packed."""
     if not meta.size:
         return None
     span = meta.content_bytes // meta.dtype.itemsize - meta.storage_offset
@@ -102,7 +102,7 @@ def _kept_strides(meta: TensorMeta, shape: tuple[int, ...]) -> tuple[int, ...] |
 def view_strides(
     shape: tuple[int, ...], strides: tuple[int, ...], new_shape: tuple[int, ...]
 ) -> tuple[int, ...] | None:
-    """Strides of a tensor seen under another shape of as many elements, without moving any.
+    """Strides of a tensor viewed in another shape with as many elements, without moving any.
 
     Args:
         shape: Sizes, none of them 0.

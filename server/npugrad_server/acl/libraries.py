@@ -1,9 +1,9 @@
 """Finds CANN's libraries and binds their functions.
 
-The operators lie in a split set (``libopapi_nn.so``, ``libopapi_cv.so``, ``libopapi_transformer.so``) or in
-one ``libopapi.so``. The vendor forbids mixing them, so the first layout whose leading library loads is the
-only one that is searched. ``libcust_opapi.so`` is never among them: add-ons export functions of the same
-names with other tensor layouts from it.
+The operators are in a split set (``libopapi_nn.so``, ``libopapi_cv.so``, ``libopapi_transformer.so``) or in
+one ``libopapi.so``. The vendor forbids mixing them, so only the first layout whose leading library loads is
+searched. ``libcust_opapi.so`` is never searched: add-ons export functions with the same names but other
+tensor layouts from it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class LibraryError(RuntimeError):
 
 
 class SymbolMissing(RuntimeError):
-    """A function was called that no library has; the message names the CANN release that brings it."""
+    """No library has a called function; the message names the CANN release that introduced it."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class LoadAttempt:
     problem: str
 
     def __str__(self) -> str:
-        """For a person."""
+        """What was tried, and how it went."""
         return f"{self.what}: {self.problem or 'loaded'}"
 
 
@@ -82,7 +82,7 @@ class Missing:
 
 @dataclass(frozen=True)
 class Functions:
-    """Bound functions by name; what is missing is a `Missing` in its place."""
+    """Bound functions by name, with a `Missing` in place of each missing one."""
 
     by_name: Mapping[str, Any]
 
@@ -105,7 +105,7 @@ class Loader:
     """Loads libraries and remembers every try.
 
     Attributes:
-        folders: Where to look when the system's own search, which LD_LIBRARY_PATH steers, finds nothing.
+        folders: Where to look if the system's own search, including LD_LIBRARY_PATH, finds nothing.
         attempts: Every try so far.
     """
 
@@ -113,7 +113,7 @@ class Loader:
     attempts: list[LoadAttempt] = field(default_factory=list)
 
     def load(self, name: str) -> ctypes.CDLL | None:
-        """The library, None when no place has a usable one."""
+        """Loads a library; None if no place has a usable one."""
         for what in (name, *(str(folder / name) for folder in self.folders)):
             try:
                 library = ctypes.CDLL(what)
@@ -125,7 +125,7 @@ class Loader:
         return None
 
     def require(self, name: str) -> ctypes.CDLL:
-        """The library.
+        """Loads a library that must be there.
 
         Raises:
             LibraryError: It cannot be loaded.
@@ -161,7 +161,7 @@ class Cann:
     Attributes:
         runtime: Functions of `symbols.RUNTIME`.
         tensors: Functions of `symbols.TENSORS`.
-        layout: Which of `LAYOUTS` the operators lie in.
+        layout: Which of `LAYOUTS` the operators are in.
         libraries: Loaded operator libraries by name.
         attempts: Every try to load a library.
         simulated: Whether this is the simulated CANN of the tests.
@@ -189,7 +189,7 @@ class Cann:
             raise loader.error("; ".join(needed))
 
     def operator(self, symbols: Iterable[Symbol]) -> Functions:
-        """Binds functions of the operator libraries; what is missing becomes a `Missing`."""
+        """Binds functions of the operator libraries; a missing one becomes a `Missing`."""
         return bind(symbols, self.libraries)
 
 
@@ -228,7 +228,7 @@ def bind(symbols: Iterable[Symbol], libraries: Mapping[str, ctypes.CDLL]) -> Fun
 
 def _lookup(library: ctypes.CDLL, symbol: Symbol) -> Any:
     try:
-        # By index: attribute access would hand the same object, with its types, to whoever else asks.
+        # By index: attribute access would share one object, with its types, with all other users.
         function = library[symbol.name]
     except AttributeError:
         return None
@@ -246,7 +246,7 @@ class _DlInfo(ctypes.Structure):
 
 
 def origin(function: Any) -> str:
-    """Path of the library that a bound function really comes from; empty when the loader does not say."""
+    """Path of the library that a bound function really comes from; empty if the loader does not say."""
     dladdr = ctypes.CDLL(None).dladdr
     dladdr.argtypes, dladdr.restype = (ctypes.c_void_p, ctypes.POINTER(_DlInfo)), ctypes.c_int
     info = _DlInfo()

@@ -1,7 +1,7 @@
-"""Which release of CANN is installed: as its runtime says, or as its installer has written it down.
+"""Finds which release of CANN is installed: from its runtime, or from files that its installer wrote.
 
-Before 8.5 the runtime has another function to ask, before 8.1 it has none. Where it answers with the number
-of a component, as in a test build, the files of the installation have the release.
+Before 8.5 the runtime has another function for it, before 8.1 it has none. If it returns the number of a
+component, as a test build does, the installation's files have the release.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _FILES = (
     "compiler/version.info",
     "opp/version.info",
 )
-"""Below the folder of an installation, in the order in which they are believed."""
+"""Below an installation's folder, most trusted first."""
 _KEYS = ("version_dir", "version", "toolkit_running_version", "runtime_running_version")
-"""Keys of their lines, likewise: beside ``version_dir=8.0.0`` a component has ``Version=7.6.0.1.220``."""
+"""Keys in them, most trusted first: besides ``version_dir=8.0.0`` a component has ``Version=7.6.0.1.220``."""
 
 
 def installed_release(runtime: Runtime) -> CannRelease | None:
@@ -50,7 +50,7 @@ def _written_down() -> Iterator[str]:
 
 
 def _versions(path: Path) -> Iterator[str]:
-    """What a file says, such as ``version=8.3.RC1`` or ``toolkit_running_version=[7.5.0.1.129:8.0.RC3]``."""
+    """A file's versions, such as ``version=8.3.RC1`` or ``toolkit_running_version=[7.5.0.1.129:8.0.RC3]``."""
     try:
         lines = path.read_text(errors="replace").splitlines()
     except OSError:

@@ -1,6 +1,6 @@
-"""The runtime of a device, checked: every code becomes an `AclError` with number, function and text.
+"""The runtime of a device, checked: every error code becomes an `AclError` with number, function and text.
 
-Threads: a thread has to have its device set before it calls anything here; error texts belong to the thread.
+Threads: a thread must set its device before it calls anything here; error texts are per thread.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ _HBM = 1
 _DETERMINISTIC = 0
 """aclSysParamOpt of deterministic computing."""
 _EVENT_TIME_LINE = 8
-"""ACL_EVENT_TIME_LINE: the event records times, and may be recorded again and again."""
+"""ACL_EVENT_TIME_LINE: the event records times, and may be recorded repeatedly."""
 _EVENTS = ("aclrtCreateEventExWithFlag", "aclrtRecordEvent", "aclrtEventElapsedTime", "aclrtDestroyEvent")
 _THREAD_LEVEL = 0
 """aclrtLastErrLevel."""
 _MOST_MESSAGES = 32
-"""Error texts fetched at once; a library that never stops talking must not hold the call up."""
+"""Most error texts fetched at once: a library that never runs out of them must not block the call."""
 _MOST_MS = 2**31 - 1
 _VERSION_BYTES = 512
-"""An aclCANNPackageVersion; the version, as text, comes first in it."""
+"""Size of an aclCANNPackageVersion, which begins with the version as text."""
 _CANN_PACKAGE = 0
 """ACL_PKG_NAME_CANN."""
 
@@ -42,11 +42,11 @@ class AclError(Exception):
     """A function of CANN returned an error.
 
     Attributes:
-        code: The vendor's number; 0 where the function gives none.
+        code: The vendor's number; 0 if the function gives none.
         function: The function that returned it.
         text: What CANN said about it; may be empty.
-        last_error: What the runtime noted last on this thread; 0 if nothing.
-        subject: What the call was for, such as an operand by its name; empty where that is not known.
+        last_error: The runtime's last error on this thread; 0 if none.
+        subject: What the call was for, such as an operand's name; empty if unknown.
     """
 
     def __init__(self, code: int, function: str, text: str = "", last_error: int = 0) -> None:
@@ -56,12 +56,12 @@ class AclError(Exception):
 
     @property
     def fault(self) -> FaultRow:
-        """What it means."""
+        """Its row of the table of codes."""
         return fault_of(self.code, self.last_error)
 
     @property
     def head(self) -> str:
-        """What it is about, function, number and meaning."""
+        """Subject, function, number and meaning."""
         subject = f"{self.subject}: " if self.subject else ""
         found = f"returned {self.code}" if self.code else "failed without a number"
         hidden = self.last_error not in (0, self.code)
@@ -69,13 +69,13 @@ class AclError(Exception):
         return f"{subject}{self.function} {found} ({self.fault.meaning}{noted})"
 
     def __str__(self) -> str:
-        """One line for a person: what `head` has, and CANN's words."""
+        """One line: `head` and CANN's text."""
         return f"{self.head}: {self.text}" if self.text else self.head
 
 
 @contextmanager
 def concerning(subject: str) -> Iterator[None]:
-    """Has an `AclError` that leaves the block tell what it is about, unless it does already."""
+    """Sets the subject of an `AclError` that leaves the block, unless it has one."""
     try:
         yield
     except AclError as error:
@@ -84,7 +84,7 @@ def concerning(subject: str) -> Iterator[None]:
 
 
 class Runtime:
-    """Queues copies, sets and waits on raw streams and addresses, and fetches error texts."""
+    """Queues copies, memsets and waits on raw streams and addresses, and fetches error texts."""
 
     def __init__(self, functions: Functions) -> None:
         """Takes the bound functions of `symbols.RUNTIME`."""
@@ -105,7 +105,7 @@ class Runtime:
         """Calls a bound function that returns a handle.
 
         Raises:
-            AclError: The handle is null; the code is 0, as the function gives none.
+            AclError: The handle is null; the code is 0, because the function returns none.
         """
         handle: int | None = function(*arguments)
         if not handle:
@@ -113,23 +113,23 @@ class Runtime:
         return handle
 
     def error(self, code: int, function: str) -> AclError:
-        """The error of a code just returned on this thread, with what CANN has to say about it."""
+        """The error for a code just returned on this thread, with what CANN says about it."""
         last_error = 0
         if self._functions.has("aclrtPeekAtLastError"):
             last_error = self._functions["aclrtPeekAtLastError"](_THREAD_LEVEL)
         return AclError(code, function, self.fetch_texts(), last_error)
 
     def forget_errors(self) -> None:
-        """Throws away texts and codes of earlier, tolerated failures: none is blamed on what follows."""
+        """Discards texts and codes of earlier, tolerated failures, so later calls are not blamed for them."""
         self.fetch_texts()
         if self._functions.has("aclrtGetLastError"):
             self._functions["aclrtGetLastError"](_THREAD_LEVEL)
 
     def fetch_texts(self) -> str:
-        """All error texts of this thread since the last time, in one line."""
+        """All error texts of this thread since the last fetch, in one line."""
         texts: list[str] = []
         while len(texts) < _MOST_MESSAGES:
-            # ctypes copies it at once; the next call makes the pointer void.
+            # ctypes copies it at once; the next call invalidates the pointer.
             text: bytes | None = self._functions["aclGetRecentErrMsg"]()
             if not text:
                 break
@@ -151,52 +151,52 @@ class Runtime:
         self.call(self._functions["aclrtMemsetAsync"], device, nbytes, 0, nbytes, stream)
 
     def wait(self, stream: int, until_s: float) -> None:
-        """Waits until all that is queued on a stream has run.
+        """Waits until everything queued on a stream has run.
 
         Args:
             stream: Raw stream.
             until_s: `time.monotonic()` at which to give up.
 
         Raises:
-            AclError: 507046, it was not done by then; or the code of what failed on the stream.
+            AclError: 507046 if it was not done by then, or the code of what failed on the stream.
         """
         left_ms = (until_s - time.monotonic()) * 1000
-        # At least a millisecond, as -1 would be for ever and 0 is undefined.
+        # At least a millisecond: -1 would mean forever, and 0 is undefined.
         ms = _MOST_MS if left_ms >= _MOST_MS else math.ceil(max(1.0, left_ms))
         self.call(self._functions["aclrtSynchronizeStreamWithTimeout"], stream, ms)
 
     @property
     def has_events(self) -> bool:
-        """Whether CANN has all that timing by events needs."""
+        """Whether CANN has all functions that timing by events needs."""
         return all(self._functions.has(name) for name in _EVENTS)
 
     def make_event(self) -> int:
-        """A new event that records times; there may be as many as one likes."""
+        """A new event that records times; their number is not limited."""
         event = ctypes.c_void_p()
         self.call(self._functions["aclrtCreateEventExWithFlag"], event, _EVENT_TIME_LINE)
         return event.value or 0
 
     def destroy_event(self, event: int) -> None:
-        """Destroys an event; no record of it may be under way."""
+        """Destroys an event; no record of it may be pending."""
         self.call(self._functions["aclrtDestroyEvent"], event)
 
     def record(self, event: int, stream: int) -> None:
-        """Queues noting the time when a stream gets there; an earlier note is forgotten."""
+        """Queues recording the time when a stream gets there, in place of any earlier record."""
         self.call(self._functions["aclrtRecordEvent"], event, stream)
 
     def elapsed_s(self, first: int, last: int) -> float:
-        """Seconds of the device between what two events noted; their streams must have been waited for."""
+        """Device seconds between two recorded events; their streams must have been waited for."""
         milliseconds = ctypes.c_float()
         self.call(self._functions["aclrtEventElapsedTime"], milliseconds, first, last)
         return milliseconds.value / 1000
 
     def set_deterministic(self, wanted: bool) -> None:
-        """Sets the deterministic option, of process and context; nothing may run or be queued in either.
+        """Sets the deterministic option of process and context; nothing may run or be queued in either.
 
-        The operators' documents name the option of the context, and CANN's operator base reads that one up to
-        8.5, and later for fused operators; from 9.0 it reads that of the process for all others. torch_npu
-        sets both before each operator of its own. ACL_OPT_STRONG_CONSISTENCY is off unless somebody sets it,
-        and nobody here does.
+        The operators' documents name the context's option. CANN's operator base reads that one up to 8.5, and
+        later for fused operators; from 9.0 it reads the process's option for all others. torch_npu sets both
+        before each of its own operators. ACL_OPT_STRONG_CONSISTENCY is off unless set, and nothing here sets
+        it.
         """
         if self._functions.has("aclrtSetSysParamOpt"):
             self.call(self._functions["aclrtSetSysParamOpt"], _DETERMINISTIC, int(wanted))
@@ -229,7 +229,7 @@ class Runtime:
                     yield text.value.decode("ascii", "replace")
 
     def initialize(self) -> None:
-        """Initializes the process; for a process without torch_npu, which does it itself."""
+        """Initializes the process; only needed without torch_npu, which does it itself."""
         self.call(self._functions["aclInit"], None)
 
     def finalize(self) -> None:

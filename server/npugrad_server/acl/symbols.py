@@ -1,8 +1,8 @@
 """Names and C types of every CANN function that is called, and nothing else.
 
 Source: CANN's public headers `acl/acl_base.h`, `acl/acl_rt.h`, `acl/acl.h`, `aclnn/acl_meta.h` and the
-`aclnnop/*.h` of the operators. Every function has its types here, because one without them would have its
-pointers cut to 32 bits.
+`aclnnop/*.h` of the operators. Every function has its types here: without them, its pointers would be cut to
+32 bits.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ DEVICE: tuple[Symbol, ...] = (
     Symbol("aclrtMallocHost", _CODE, (POINTER(_ADDRESS), c_size_t)),
     Symbol("aclrtFreeHost", _CODE, (_ADDRESS,)),
 )
-"""Functions of libascendcl that torch_npu calls for everybody else; only `bare` does without it."""
+"""Functions of libascendcl that torch_npu calls for all other code; only `bare` does without it."""
 
 TENSORS: tuple[Symbol, ...] = (
     Symbol(

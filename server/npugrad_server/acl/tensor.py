@@ -23,8 +23,8 @@ class DeviceTensor:
     """A tensor in device memory.
 
     Attributes:
-        meta: Type, shape, format, and strides (in elements) where it is not contiguous.
-        address: Where its content starts; CANN wants 32 bytes of alignment.
+        meta: Type, shape, format, and strides (in elements) if it is not contiguous.
+        address: Where its content starts; CANN requires 32-byte alignment.
     """
 
     meta: TensorMeta
@@ -32,9 +32,10 @@ class DeviceTensor:
 
 
 class Handles:
-    """Handles of one launch; leaving it destroys them.
+    """Handles of one launch; leaving the context destroys them.
 
-    They may go once the second phase has returned: the executor reads addresses out of them until then.
+    They may be destroyed once the second phase has returned: until then, the executor reads addresses from
+    them.
     """
 
     def __init__(self, runtime: Runtime, functions: Functions) -> None:
@@ -47,7 +48,7 @@ class Handles:
         """A new aclTensor.
 
         Raises:
-            AclError: CANN made none.
+            AclError: CANN could not make one.
         """
         meta = tensor.meta
         storage = _storage_shape(meta)
@@ -67,12 +68,12 @@ class Handles:
     def attribute(self, kind: AttrType, value: AttrValue) -> Any:
         """An attribute as phase 1 takes it.
 
-        Arrays and scalars are new handles, which copy what they are made of; a string lives as long as what
-        is returned.
+        Arrays and scalars become new handles, which copy their contents; a string lives as long as the
+        returned object.
 
         Raises:
-            AclError: CANN made none.
-            SymbolMissing: No library has what makes it.
+            AclError: CANN could not make one.
+            SymbolMissing: No library has the function that makes it.
         """
         if isinstance(value, tuple):
             name, entry = _ARRAYS[kind]
@@ -104,13 +105,13 @@ class Handles:
             raise refused
 
     def __enter__(self) -> Handles:
-        """Nothing: it is empty."""
+        """The handles, none yet."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Destroys them; what went wrong before is told rather than what goes wrong here."""
+        """Destroys them; an error from the block takes precedence over one raised here."""
         try:
             self.close()
         except Exception:
@@ -123,7 +124,7 @@ _ARRAYS: dict[AttrType, tuple[str, Any]] = {
     "int64_array": ("IntArray", ctypes.c_int64),
     "float_array": ("FloatArray", ctypes.c_float),
 }
-"""What CANN calls each kind of array, and the type of its entries."""
+"""CANN's name for each kind of array, and the type of its entries."""
 
 
 def _int64s(values: Sequence[int]) -> Any:

@@ -21,14 +21,14 @@ _BACKENDS = {
 
 
 def make_backend(kind: str, records: Mapping[str, OpRecord] = OPERATORS) -> Backend:
-    """A backend, not yet open, for devices of a kind.
+    """Makes a backend, not yet open, for devices of a kind.
 
     Args:
         kind: Such as ``"cpu"``.
         records: Operators that it may be asked for, by name.
 
     Raises:
-        ValueError: This build has no backend for it; the message lists those there are.
+        ValueError: This build has no backend for it; the message lists the existing ones.
     """
     if kind not in _BACKENDS:
         raise ValueError(f"found device kind {kind!r}; this build has backends for {', '.join(_BACKENDS)}")

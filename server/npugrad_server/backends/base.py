@@ -1,4 +1,4 @@
-"""What a backend is: open a device, run calls on it, close it."""
+"""The interface of a backend: opens a device, runs calls on it, closes it."""
 
 from __future__ import annotations
 
@@ -20,45 +20,43 @@ if TYPE_CHECKING:
     from npugrad_server.devices import DeviceName
 
 REFERENCE = "cpu-reference"
-"""What a CPU device names as its backend where the slow NumPy reference computes."""
+"""Backend name that a CPU device reports where the slow NumPy reference computes."""
 
 
 def _grant(_: int) -> None:
-    """Any workspace."""
+    """Grants any workspace."""
 
 
 def _go_on() -> None:
-    """Somebody waits."""
+    """Lets the call go on."""
 
 
 def unheard(stage: str) -> None:
-    """Nobody listens to what opening a device is at."""
+    """Ignores the progress of opening a device."""
 
 
 @dataclass(eq=False)
 class DeviceCall:
-    """One call with its memory, and how its backend, which changes nothing of it, asks the pool.
+    """One call with its memory and its callbacks to the pool; a backend never reassigns its attributes.
 
     Attributes:
         meta: Metas of the operands as `inputs` has them, attributes and product.
-        inputs: Operands by name, not to be written; None for null. C-contiguous, unless the backend takes
-            strided ones: then they have the strides they arrived with.
-        outputs: Wanted outputs by name, C-contiguous, with bytes of earlier calls in them: every element is
-            to be written, and none of them read.
+        inputs: Operands by name, read-only; None for null. C-contiguous, unless the backend takes strided
+            operands: then they have the strides they arrived with.
+        outputs: Wanted outputs by name, C-contiguous. They contain bytes of earlier calls: the backend writes
+            every element and reads none.
         options: Options of the call.
-        stream: Which of the worker's streams runs it, from 0.
-        give_up_s: `time.monotonic()` at which the device is to be given up if it still runs the call.
-        deadline_s: `time.monotonic()` from which on the result is of no use; None for never.
-        reserve_workspace: To be called with the bytes of workspace the operator asked for, before they are
-            taken. Raises `CallPostponed` when the device has no room for them now, `DeviceOutOfMemory` when
-            it never will.
-        check_wanted: To be called before work is started that takes long. Raises `CallAbandoned` when the
-            caller has gone, and `DeadlineExceeded` when the result would come too late.
-        memo: For the backend, to keep what follows from record, metas, attributes, and shapes and strides of
-            the arrays: empty at first, and the same for calls in which none of these differ. Threads that run
-            such calls at once share it.
-        is_canary: Whether it is one of the service's own, which takes none of the times that a simulated
-            device is asked to take.
+        stream: Index of the worker's stream that runs it, from 0.
+        give_up_s: `time.monotonic()` at which to give up the device if it still runs the call.
+        deadline_s: `time.monotonic()` at which the result becomes useless; None for never.
+        reserve_workspace: Call it with the bytes of workspace the operator asked for, before allocating them.
+            Raises `CallPostponed` if the device has no room for them now, `DeviceOutOfMemory` if it never
+            will.
+        check_wanted: Call it before starting long work. Raises `CallAbandoned` if the caller has gone,
+            `DeadlineExceeded` if the result would come too late.
+        memo: The backend's cache for what follows from record, metas, attributes, and the arrays' shapes and
+            strides: empty at first, and shared by all calls that agree in these, concurrent ones included.
+        is_canary: Whether it is the service's own; a simulated device then skips its service time.
     """
 
     meta: CallMeta
@@ -83,8 +81,8 @@ class Timings:
         run_s: Seconds the operator ran.
         copy_out_s: Seconds spent copying results from the device.
         workspace_bytes: Workspace the operator asked for.
-        backend: What ran the operator, where it is not the backend itself: ``"cpu-reference"`` on a CPU
-            device whose kernels do not compute the call.
+        backend: What ran the operator, if not the backend itself: ``"cpu-reference"`` on a CPU device whose
+            kernels do not compute the call.
     """
 
     copy_in_s: float = 0.0
@@ -99,9 +97,9 @@ class RestartPolicy(str, Enum):
 
     SOON = "soon"
     SLOWLY = "slowly"
-    """Driver or device need time."""
+    """The driver or the device needs time."""
     MENDED = "mended"
-    """Something is missing or does not fit: no wait brings it, but somebody may mend it meanwhile."""
+    """Something is missing or does not fit: waiting does not help, but somebody may fix it meanwhile."""
     NEVER = "never"
     """The device is damaged."""
 
@@ -124,7 +122,7 @@ class DeviceUnusable(RuntimeError):
 
 
 class CallPostponed(Exception):
-    """The device has no room for the call's workspace now; the call is to come again, knowing what it needs.
+    """The device has no room for the call's workspace now; the pool retries the call, knowing what it needs.
 
     Attributes:
         workspace_bytes: Workspace that the operator asked for.
@@ -137,20 +135,20 @@ class CallPostponed(Exception):
 
 
 class CallAbandoned(Exception):
-    """Nobody waits for the call any more, and nothing of it was launched."""
+    """Nobody waits for the call any more, and nothing was launched."""
 
 
 class DeviceLost(Exception):
-    """The device, or what this process knows of it, cannot be trusted any more: the process has to go.
+    """The device, or this process's view of it, cannot be trusted any more: the process must exit.
 
-    Whoever raises it keeps everything alive that the device may still touch. Whoever catches it reports and
-    ends the process at once, without touching anything of the device.
+    Code that raises it keeps everything alive that the device may still touch. Code that catches it reports
+    it and ends the process at once, without touching the device.
 
     Attributes:
-        code: The vendor's number.
+        code: The vendor's error code.
         restart_policy: When a new process may take the device.
-        retry: Whether the call that met it may be tried once more, elsewhere.
-        exempt: Whether the device is not to be held to account: somebody's patience ended first.
+        retry: Whether the call that hit it may be tried once more, elsewhere.
+        exempt: Whether it does not count against the device, because a time limit expired first.
     """
 
     def __init__(
@@ -162,29 +160,28 @@ class DeviceLost(Exception):
         retry: bool = True,
         exempt: bool = False,
     ) -> None:
-        """Makes the error; the message has function, number and text of the vendor."""
+        """Makes the error; the message has the vendor's function, number and text."""
         super().__init__(message)
         self.code, self.restart_policy, self.retry, self.exempt = code, restart_policy, retry, exempt
 
 
 class Backend(ABC):
-    """Drives one device, in a process of its own.
+    """Drives one device, in a dedicated process.
 
     Attributes:
         records: Operators that it may be asked for, by name.
         name: ``"cpu"``, ``"cpu-reference"``, ``"npu"`` or ``"test"``, as results report it
             unless `Timings` names another.
-        description: What the device is, for a person; final once open.
+        description: Human-readable description of the device; final once open.
         simulated: Whether results come from a simulation.
         one_mode: Whether calls of different deterministic modes must not overlap on the device; final once
             open.
-        deterministic: Mode that it keeps for every call; None where each call chooses; final once open.
-        no_determinism: Why none of its calls is deterministic; empty where they can be; final once open.
+        deterministic: Mode that it keeps for every call; None if each call chooses; final once open.
+        no_determinism: Why none of its calls is deterministic; empty if they can be; final once open.
         strided: Whether `run` takes operands with the strides they arrived with.
         unavailable: Operators that the device cannot run, with the reason; final once open.
-        memory_bytes: Memory of the device's own for calls, once open; None when it works in the host's.
-        computes: Whether its results are those of the operators, so that they can be checked; final once
-            open.
+        memory_bytes: The device's own memory for calls, once open; None if it works in host memory.
+        computes: Whether it computes the operators' real results, which can be checked; final once open.
         is_limited: Whether it refuses calls that its product refuses.
     """
 
@@ -212,11 +209,11 @@ class Backend(ABC):
         """Takes the device.
 
         Args:
-            device: Which one; its kind is the backend's.
+            device: The device; its kind is the backend's.
             product: Product the server serves.
-            streams: How many calls will run at once, each on a thread of its own.
-            on_stage: To be called before each part that may take long, with what it is, such as ``"importing
-                torch_npu"``: the process is taken for hung when it says nothing for too long.
+            streams: How many calls will run at once, each on its own thread.
+            on_stage: Called before each part that may take long, with its description, such as ``"importing
+                torch_npu"``: a process that reports nothing for too long is considered hung.
 
         Raises:
             DeviceUnusable: The device cannot be used; the message says why, for a person.
@@ -228,11 +225,11 @@ class Backend(ABC):
         """Runs a call and writes every element of its outputs; up to `streams` threads call it at once.
 
         Raises:
-            NpugradError: What the device or its operator says no with.
+            NpugradError: The device or its operator refuses or fails.
             MemoryError: The device has no memory for the call now.
             CallPostponed: The pool has no room for its workspace now; everything was given back.
             CallAbandoned: The caller has gone.
-            DeviceLost: The process has to go.
+            DeviceLost: The process must exit.
         """
 
     def workspace_bytes(self, record: OpRecord, meta: CallMeta) -> int | None:
@@ -240,22 +237,22 @@ class Backend(ABC):
 
         Raises:
             NpugradError: The operator refuses the call.
-            DeviceLost: The process has to go.
+            DeviceLost: The process must exit.
         """
         return None
 
     def memory_now(self, *, give_back: bool) -> tuple[int, int] | None:
-        """Free and total bytes of the device; None when it works in the host's memory.
+        """Free and total bytes of the device; None if it works in host memory.
 
         Args:
-            give_back: Whether memory that is only kept for later calls is given back to the device first.
+            give_back: Whether to release memory cached for later calls to the device first.
 
         Raises:
-            NpugradError: The device does not tell.
-            DeviceLost: The process has to go.
+            NpugradError: The device cannot tell.
+            DeviceLost: The process must exit.
         """
         return None
 
     @abstractmethod
     def close(self) -> None:
-        """Gives the device back; no call runs."""
+        """Releases the device; no call may be running."""

@@ -1,7 +1,7 @@
-"""Canaries: tiny calls whose results are known, by which a device that computes wrongly gives itself away.
+"""Canaries: tiny calls with known results that expose a device that computes wrongly.
 
-A device that fails says so; one that computes wrongly does not. A canary is run as any call is, and compared
-as `verify` compares: a device that keeps another rule of coordinates, as the vendor's kernels do, is right.
+A device that fails says so; one that computes wrongly does not. A canary runs like any call and is compared
+as `verify` compares: a device that follows another coordinate rule, as the vendor's kernels do, is right.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     Run = Callable[[OpRecord, DeviceCall], Timings]
 
 LIMIT_S = 60.0
-"""Seconds that a device has for a canary; an operator loads its kernels in its first one."""
+"""Time limit of a canary in seconds; an operator's first one loads its kernels."""
 
 
 class CanaryResult(str, Enum):
@@ -40,7 +40,7 @@ class CanaryResult(str, Enum):
     OK = "ok"
     MISMATCH = "mismatch"
     ERROR = "error"
-    """The device failed, and said so: that is no silent error, and the calls that meet it are told."""
+    """The device failed and said so: not a silent error, and the calls that hit it are told."""
 
     def __str__(self) -> str:
         """The name."""
@@ -54,7 +54,7 @@ class CanaryFinding:
     Attributes:
         operator: Name of the operator.
         result: How it ended.
-        detail: The figures of a wrong result, or what failed; no value of any tensor.
+        detail: The figures of a wrong result, or what failed; never a tensor's values.
     """
 
     operator: str
@@ -70,12 +70,12 @@ class Canary:
     """
 
     def __init__(self, record: OpRecord, product: Product, *, legal: bool) -> None:
-        """Draws the operands; the results are computed when they are first needed.
+        """Draws the operands; the reference results are computed when first needed.
 
         Args:
             record: The operator.
             product: Product the device stands for.
-            legal: Whether the device refuses what its product does.
+            legal: Whether the device refuses what its product refuses.
         """
         self.operator = record.name
         self._record = record
@@ -84,7 +84,7 @@ class Canary:
         self._golden: Mapping[str, npt.NDArray[np.float64]] | None = None
 
     def run(self, run: Run, stream: int = 0) -> CanaryFinding:
-        """Runs it on a stream and compares; raises DeviceLost when the process has to go."""
+        """Runs it on a stream and compares; raises DeviceLost if the process must exit."""
         try:
             return self.judge(self.results(run, stream))
         except DeviceLost:
@@ -93,7 +93,7 @@ class Canary:
             return CanaryFinding(self.operator, CanaryResult.ERROR, f"{type(error).__name__}: {error}")
 
     def results(self, run: Run, stream: int = 0) -> dict[str, npt.NDArray[Any]]:
-        """Runs it on a stream; errors as of `Backend.run`."""
+        """Runs it on a stream and returns the results; errors as for `Backend.run`."""
         outputs = {
             name: np.full(wanted.shape, np.nan, wanted.dtype.numpy)
             for name, wanted in self._record.infer(self._meta).items()
@@ -119,12 +119,12 @@ class Canary:
 
 
 def canary_call(record: OpRecord, product: Product, *, legal: bool) -> CallMeta:
-    """The least call of an operator that tells a right device from a wrong one.
+    """Returns the smallest call of an operator that tells a right device from a wrong one.
 
     Args:
         record: The operator.
         product: Product it is for.
-        legal: Whether it has to keep the limits of the product, beyond which references and CPU kernels go.
+        legal: Whether it must stay within the product's limits, which references and CPU kernels exceed.
     """
     workloads = record.workloads
     call = record.build(**(workloads.canary or workloads.uneven), product=product)
@@ -137,7 +137,7 @@ class Canaries:
     """The canaries of one device, in the order of its operators."""
 
     def __init__(self, backend: Backend, product: Product) -> None:
-        """Makes them for what an open device runs; none where it computes nothing.
+        """Makes one for each operator that an open device runs; none if it computes nothing.
 
         Args:
             backend: Drives the device.
@@ -156,11 +156,11 @@ class Canaries:
         return len(self._canaries)
 
     def run(self, number: int, stream: int = 0) -> CanaryFinding:
-        """Runs one; numbers count from 0, and begin again. Raises DeviceLost when the process has to go."""
+        """Runs one; numbers count from 0 and wrap around. Raises DeviceLost if the process must exit."""
         return self._canaries[number % len(self._canaries)].run(self._backend.run, stream)
 
     def first_wrong(self, rounds: int) -> CanaryFinding | None:
-        """Runs all of them, so many times; the first one that is wrong twice in a row, if there is one."""
+        """Runs all `rounds` times, up to the first that is wrong twice in a row; returns that, if any."""
         for number in range(rounds * len(self)):
             if self.run(number).result is CanaryResult.MISMATCH:
                 again = self.run(number)

@@ -1,33 +1,34 @@
-"""Simulated devices for capacity, scaling and failure tests: a timer is the service time.
+"""Simulated devices for capacity, scaling and failure tests: a timer stands for the service time.
 
 Options of ``test:N?name=value&...``; a LABEL is compared with the label of the call:
 
-    ms=20         seconds of service time, in milliseconds; 0 by default
-    compute=1     results of the CPU backend; zeros by default
+    ms=20         take this service time, in milliseconds; 0 by default
+    compute=1     return the results of the CPU backend; zeros by default
     crash=LABEL   end the worker process by SIGKILL when such a call starts
-    late=LABEL    end it half a second after the start, whether anybody waits or not
+    late=LABEL    end it half a second after the start, whether or not anybody waits
     hang=LABEL    never answer such a call
     corrupt=LABEL flip one bit of its first result, the highest one of an exponent
-    wrong=OPERATOR  compute an eighth too much, without a word, in calls of this operator, or of "any"
-    how=WAY       compute so by scale, which is the default; by bit, one flipped; or by stale, one not written
-    right=N       compute the first so many calls of the process right all the same, canaries included
-    wrong_if=PATH compute wrongly only while there is such a file
-    rule=RULE     be right by another rule of coordinates, where the operator has it
-    ulps=N        be right but for up to N units in the last place of float32, others each time
+    wrong=OPERATOR  return silently wrong results in calls of this operator, or of "any"
+    how=WAY       make them wrong by scale (an eighth too large, the default), bit (one flipped) or stale
+                  (not written)
+    right=N       compute the process's first N calls correctly all the same, canaries included
+    wrong_if=PATH return wrong results only while this file exists
+    rule=RULE     be right by another coordinate rule, if the operator has it
+    ulps=N        be off by up to N units in the last place of float32, differently each time
     oom=LABEL     answer that the device has no memory
     bug=LABEL     fail as an operator with a bug would
-    fault=LABEL   say that the device failed (507015) and end, as an NPU's worker does
-    damage=LABEL  say that the device's memory is damaged (507054) and end
-    timeout=LABEL say that the call ran too long (507046) and end
+    fault=LABEL   report that the device failed (507015) and exit, as an NPU's worker does
+    damage=LABEL  report that the device's memory is damaged (507054) and exit
+    timeout=LABEL report that the call ran too long (507046) and exit
     open=fail     refuse to open the device
-    open=slowly   refuse to open the device, which needs time
+    open=slowly   refuse to open the device, as if it needed time
     open=mended   refuse to open the device, as if something were missing
     open=never    refuse to open the device, as if it were damaged
-    open_ms=50    take that long for each stage of opening it
-    stages=3      have so many stages; 1 by default
-    children=1    start processes that live on when it ends: forked ones and another program
-    memory=BYTES  have memory of its own, and refuse calls that together exceed it
-    workspace=BYTES  ask for that much of it as workspace; 0 by default
+    open_ms=50    take this long for each stage of opening it, in milliseconds
+    stages=3      open it in this many stages; 1 by default
+    children=1    start processes that outlive it: forked ones and another program
+    memory=BYTES  have its own memory, and refuse calls that together exceed it
+    workspace=BYTES  ask for this much workspace in each call; 0 by default
     big=LABEL     ask for twice the workspace in such a call
 """
 
@@ -68,7 +69,7 @@ _ULP = 2.0**-23
 _OPEN = ("ok", "fail", "slowly", "mended", "never")
 _LATE_S = 0.5
 _SLICE_S = 0.01
-"""Seconds between two looks at whether anybody still waits."""
+"""Seconds between two checks whether anybody still waits."""
 
 
 @dataclass(frozen=True)
@@ -78,22 +79,22 @@ class TestOptions:
     Attributes:
         service_s: Seconds a call takes.
         open_s: Seconds each stage of opening takes.
-        stages: How many there are.
+        stages: Number of stages of opening.
         compute: Whether results are computed.
         children: Whether it starts processes that live on.
         opening: How opening goes: one of ok, fail, slowly, mended, never.
-        labels: Label by the name of the failure that calls with it meet.
-        memory_bytes: Memory of its own; None for none.
-        workspace_bytes: How much of it a call asks for as workspace.
+        labels: By name of a failure, the label of the calls that hit it.
+        memory_bytes: Its own memory; None for none.
+        workspace_bytes: Workspace that a call asks for.
         wrong: Operator whose results are wrong, or ``"any"``; empty for none.
-        how: In which way: scale, bit or stale.
-        rule: Rule of coordinates; None for that of the CPU backend.
-        ulps: How much right results are off.
-        wrong_if: File without which they are right all the same; empty for none.
-        right_calls: How many calls of the process are right before that.
+        how: How they are wrong: scale, bit or stale.
+        rule: Coordinate rule; None for the CPU backend's.
+        ulps: How far right results are off, in units in the last place.
+        wrong_if: File that must exist for results to be wrong; empty for none.
+        right_calls: How many calls of the process are right first.
     """
 
-    __test__ = False  # not a test class, whatever its name
+    __test__ = False  # not a test class, despite its name
 
     service_s: float
     open_s: float
@@ -148,7 +149,7 @@ class TestOptions:
         )
 
     def meets(self, failure: str, label: str) -> bool:
-        """Whether a call with this label meets this failure."""
+        """Whether a call with this label hits this failure."""
         return self.labels.get(failure) == label
 
 
@@ -239,7 +240,7 @@ class TestBackend(Backend):
 
     @contextmanager
     def _taken(self, nbytes: int) -> Iterator[None]:
-        """Keeps device memory for a block."""
+        """Takes device memory while a block runs."""
         with self._lock:
             limit = self._options.memory_bytes
             if limit is not None and self._used_bytes + nbytes > limit:
@@ -305,16 +306,16 @@ class TestBackend(Backend):
             raise DeviceLost("test device: wait returned 507046", 507046, retry=False, exempt=True)
 
     def workspace_bytes(self, record: OpRecord, meta: CallMeta) -> int | None:
-        """What the options say; None for a device that has no memory of its own."""
+        """What the options say; None for a device without its own memory."""
         return None if self._options.memory_bytes is None else self._options.workspace_bytes
 
     def close(self) -> None:
-        """Ends the threads of the CPU backend, if there are any."""
+        """Ends the threads of the CPU backend, if any."""
         self._cpu.close()
 
 
 def _start_children() -> None:
-    """What vendor libraries do: children that hold all that this process holds, and never end."""
+    """Starts children that keep everything this process has and never end, as vendor libraries do."""
     for detached in (False, True):
         if os.fork() == 0:
             if detached:

@@ -1,4 +1,4 @@
-"""Admission control: what a call needs, whether that can ever fit, is free now, and is done in time."""
+"""Admission control: what a call needs, and whether it can ever fit, fits now and would be done in time."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class RegionLayout:
     """Where tensors lie in one region.
 
     Attributes:
-        offsets: First byte of each tensor, counted from the start of the region, where the first one lies.
+        offsets: First byte of each tensor, relative to the start of the region; the first tensor is at 0.
         nbytes: Length of the region.
     """
 
@@ -42,15 +42,16 @@ class Demand:
     """What a call needs.
 
     Attributes:
-        inputs: Contents of the operands, as they travel.
-        outputs: Wanted outputs.
-        memory_bytes: What the worker makes of them in the host's memory: contiguous copies of other layouts,
-            and the float64 results of a verification.
-        unused_bytes: The largest operand that is not kept. It takes no memory, but has a limit all the same:
-            that of an operand that is kept as it came or as a copy, whichever is the higher.
-        device_bytes: What its tensors take of the device's own memory.
-        workspace_key: What its workspace there depends on; None where the device has no memory of its own.
-        work: What its run time is looked up by.
+        inputs: Layout of the operands' contents, as transferred.
+        outputs: Layout of the wanted outputs.
+        memory_bytes: Host memory that the worker allocates for it: contiguous copies of tensors in other
+            layouts, and the float64 results of a verification.
+        unused_bytes: Size of the largest operand that is not kept. It takes no memory, but is limited like an
+            operand that is kept as is or as a copy, whichever limit is higher.
+        device_bytes: The device's own memory that its tensors take.
+        workspace_key: Digest of what its workspace there depends on; None if the device has no memory of its
+            own.
+        work: Size by which its run time is looked up.
     """
 
     inputs: RegionLayout
@@ -63,16 +64,16 @@ class Demand:
 
     @cached_property
     def inflight_bytes(self) -> int:
-        """What counts for its tenant's quota: operands, as they are reserved, and results."""
+        """Bytes that count toward its tenant's quota: operands, as reserved, and results."""
         return aligned(self.inputs.nbytes) + self.outputs.nbytes
 
 
 def demand_of(planned: PlannedCall, *, own_memory: bool = False) -> Demand:
-    """What a call needs, counted once for each plan.
+    """Returns what a call needs, computed once for each plan.
 
     Args:
         planned: The call.
-        own_memory: Whether devices have memory of their own, and take operands in other layouts.
+        own_memory: Whether devices have memory of their own, and accept operands that are not contiguous.
     """
     demands = planned.plan.demands
     if own_memory not in demands:
@@ -96,10 +97,10 @@ def _count(planned: PlannedCall, own_memory: bool) -> Demand:
 
 
 def copied_bytes(planned: PlannedCall) -> int:
-    """Bytes of operands and results that are not contiguous with their axes in the order of the formula."""
+    """Returns the bytes of operands and results that are not contiguous in the formula's order of axes."""
     outputs = ((param, planned.plan.outputs.get(param.name)) for param in planned.plan.record.outputs)
     results = [param.ordered(meta) for param, meta in outputs if meta is not None]
-    # Where nothing is wanted the operands may be anything, and are not looked at.
+    # If no output is wanted, the operands may be anything and are not examined.
     call = planned.plan.record.ordered(planned.plan.call) if results else planned.plan.call
     tensors = [*call.inputs.values(), *results]
     return sum(meta.nbytes for meta in tensors if meta is not None and not meta.is_contiguous)
@@ -132,18 +133,18 @@ def check_fits(
     memory_bytes: int,
     device_bytes: int | None = None,
 ) -> None:
-    """Refuses what can never fit.
+    """Refuses a call that can never fit.
 
     Args:
-        operator: Its name.
-        demand: What a call needs.
+        operator: Name of the operator.
+        demand: What the call needs.
         input_arena_bytes: Memory for operands.
         output_arena_bytes: Memory for results.
-        memory_bytes: Host memory for what a worker makes of operands.
-        device_bytes: The roomiest device's own memory; None where nothing bounds it, or not yet.
+        memory_bytes: Host memory for what workers allocate for calls.
+        device_bytes: Own memory of the device that has the most; None if unbounded, or not known yet.
 
     Raises:
-        CallTooLarge: It exceeds one of them; the message names the setting.
+        CallTooLarge: It exceeds one of these limits; the message names the setting.
     """
     kept, copied = (
         (input_arena_bytes, "setting input_arena_bytes"),
@@ -167,10 +168,10 @@ class AdmissionControl:
     """Counts operand memory and queue places.
 
     Attributes:
-        quotas: Of tenants.
-        operands: Regions of the input arena.
+        quotas: Quotas of the tenants.
+        operands: Allocator of regions of the input arena.
         output_bytes: Size of each output arena, a multiple of `ALIGNMENT`.
-        memory_bytes: Host memory for what workers make of operands.
+        memory_bytes: Host memory for what workers allocate for calls.
     """
 
     def __init__(self, settings: PoolSettings, memory_bytes: int, *, own_memory: bool = False) -> None:
@@ -178,7 +179,7 @@ class AdmissionControl:
 
         Args:
             settings: Sizes and the depth of the queue.
-            memory_bytes: Host memory for what workers make of operands.
+            memory_bytes: Host memory for what workers allocate for calls.
             own_memory: Whether the devices have memory of their own.
         """
         self.quotas = Quotas()
@@ -199,26 +200,26 @@ class AdmissionControl:
         *,
         drop: Callable[[Sequence[Tenant]], bool] = lambda _: False,
     ) -> tuple[Demand, Region, Prediction]:
-        """Takes operand memory for a call.
+        """Reserves operand memory for a call.
 
         Args:
             planned: The call.
-            waiting: Calls that were let in and have not started.
-            forecast: Predicts when it would be done.
-            now: When it came.
-            device_bytes: The roomiest device's own memory; None where nothing bounds it, or not yet.
-            make_room: Asked where operand memory is full; whether some of it was given back.
-            drop: Asked, where queue or memory are full, to drop a waiting call of the first of some tenants
-                that has one; whether there was one.
+            waiting: Admitted calls that have not started.
+            forecast: Predicts when the call would be done.
+            now: When it arrived.
+            device_bytes: Own memory of the device that has the most; None if unbounded, or not known yet.
+            make_room: Called when operand memory is full; returns whether it freed some.
+            drop: Called when the queue or operand memory is full, to drop a waiting call of the first of the
+                given tenants that has one; returns whether there was one.
 
         Returns:
-            What it needs, its part of the input arena, and when it is expected to be done.
+            What the call needs, its region of the input arena, and when it is expected to be done.
 
         Raises:
             CallTooLarge: It can never fit.
             DeadlineExceeded: Its deadline has passed.
-            ServerBusy: QUEUE_FULL, queue or operand memory are full now; QUOTA_EXCEEDED, its tenant's share
-                of them is; WOULD_MISS_DEADLINE, it would be done too late.
+            ServerBusy: QUEUE_FULL, the queue or operand memory is full now; QUOTA_EXCEEDED, its tenant's
+                quota is used up; WOULD_MISS_DEADLINE, it would be done too late.
         """
         demand = self._fitting(planned, device_bytes)
         operator, options = planned.plan.record.name, planned.options
@@ -234,7 +235,7 @@ class AdmissionControl:
         return demand, self._take(planned, demand, prediction, waiting, make_room, drop), prediction
 
     def _fitting(self, planned: PlannedCall, device_bytes: int | None) -> Demand:
-        """What a call needs, which is no more than what there is."""
+        """Returns what a call needs, after checking that it can fit."""
         operator, demand = planned.plan.record.name, demand_of(planned, own_memory=self._own_memory)
         check_fits(
             operator,
@@ -262,7 +263,7 @@ class AdmissionControl:
         make_room: Callable[[], bool],
         drop: Callable[[Sequence[Tenant]], bool],
     ) -> Region:
-        """Operand memory for a call, if it also has a place; errors and arguments as of `reserve`."""
+        """Allocates operand memory if the queue has a place; arguments and errors as for `reserve`."""
         operator, tenant, quotas = planned.plan.record.name, planned.tenant, self.quotas
         if what := quotas.exceeded(tenant, demand.inflight_bytes):
             raise _busy(operator, what, prediction, "QUOTA_EXCEEDED")
@@ -282,7 +283,7 @@ class AdmissionControl:
 
 
 def _busy(operator: str, what: str, prediction: Prediction, reason: str = "QUEUE_FULL") -> ServerBusy:
-    """Refuses a call until its tenant's turn would come."""
+    """Returns an error with a retry delay until the tenant's turn would come."""
     return ServerBusy(
         f"{operator}: {what}",
         reason=reason,
@@ -294,7 +295,7 @@ def _busy(operator: str, what: str, prediction: Prediction, reason: str = "QUEUE
 def _check_deadline(
     planned: PlannedCall, demand: Demand, prediction: Prediction, forecast: Forecast, now: float
 ) -> None:
-    """Refuses a call that is past its deadline, or expected to be when it is done."""
+    """Refuses a call whose deadline has passed, or is expected to pass before it is done."""
     left_s = (planned.deadline_s or 0.0) - now
     operator, kind = planned.plan.record.name, (planned.plan.record.name, planned.options.deterministic)
     if left_s <= 0:

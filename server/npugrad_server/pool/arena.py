@@ -1,11 +1,12 @@
-"""Arenas: shared memory that the front process and its workers see, divided by a `RegionAllocator`.
+"""Arenas: memory shared by the front process and its workers, divided by a `RegionAllocator`.
 
-They are memfds, because a container's /dev/shm holds 64 MiB by default, and sparse: memory is taken where it
-is touched and kept, since fresh memory costs about ten times as much as a copy into memory that is there.
+They are memfds, because a container's /dev/shm is limited to 64 MiB by default. They are sparse: memory is
+allocated when first touched, and then kept, since fresh memory costs about ten times as much as a copy into
+existing memory.
 
 Guarantees
-    - No process can shrink an arena under another one (sealed), so no access to it can fault.
-    - Workers cannot write operands: the input arena is sealed against it after the front has mapped it.
+    - No process can shrink an arena that another one uses (it is sealed), so no access to it can fault.
+    - Workers cannot write operands: the front process maps the input arena, then seals it against writing.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ if sys.platform != "linux":
 
 _log = logging.getLogger(__name__)
 
-_F_SEAL_FUTURE_WRITE = 0x10  # Linux 5.1; `fcntl` names it from Python 3.13 on
-_MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # Linux 5.14; `mmap` does not name them
+_F_SEAL_FUTURE_WRITE = 0x10  # Linux 5.1; in `fcntl` from Python 3.13 on
+_MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # Linux 5.14; not in `mmap`
 _PREFAULT_STEP = 64 * 2**20
 _POPULATE_STEP = 2**20  # mapping pages holds the interpreter's lock, so it is done in small steps
 
@@ -38,15 +39,15 @@ class Arena:
     """One memfd and this process's mapping of it."""
 
     def __init__(self, name: str, nbytes: int, *, writable: bool) -> None:
-        """Makes the memory; nothing of it is backed yet.
+        """Creates the arena, with no memory allocated yet.
 
         Args:
             name: Shown in the kernel's list of open files.
             nbytes: Size; rounded up to whole pages.
-            writable: Whether this process, the front, maps it for writing.
+            writable: Whether this process, the front process, maps it for writing.
 
         Raises:
-            OSError: The kernel has no memfd, or no address space is left.
+            OSError: The kernel does not support memfds, or no address space is left.
         """
         self.nbytes = max(mmap.PAGESIZE, -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE)
         self._writable = writable
@@ -67,15 +68,15 @@ class Arena:
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
 
     def view(self, region: Region, offset: int, nbytes: int) -> memoryview:
-        """Bytes of a region.
+        """Returns a view of bytes of a region.
 
         Args:
-            region: Where.
-            offset: First byte, counted from the start of the region.
-            nbytes: How many.
+            region: The region.
+            offset: First byte, relative to the start of the region.
+            nbytes: How many bytes.
 
         Raises:
-            ValueError: They do not lie in the region.
+            ValueError: The bytes are not all in the region.
         """
         if offset < 0 or offset + nbytes > region.nbytes:
             raise ValueError(f"found bytes {offset} to {offset + nbytes}; expected 0 to {region.nbytes}")
@@ -83,10 +84,10 @@ class Arena:
         return self._memory[start : start + nbytes]
 
     def prefault(self, nbytes: int, stop: threading.Event) -> None:
-        """Backs the first bytes with memory and maps it; for a thread, because it takes a while.
+        """Allocates and maps the memory of the first bytes; run it in a thread, because it takes a while.
 
         Args:
-            nbytes: How many; at most the whole arena.
+            nbytes: How many bytes; capped at the size of the arena.
             stop: Set to end early.
         """
         end = min(nbytes, self.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
@@ -104,21 +105,21 @@ class Arena:
                 self._map.madvise(advice, offset, min(_POPULATE_STEP, start + nbytes - offset))
 
     def close(self) -> None:
-        """Gives the memory back once no view of it is left; may be called again."""
+        """Frees the memory once no view of it is left. Idempotent."""
         if self.fd < 0:
             return
         self._memory.release()
-        with contextlib.suppress(BufferError):  # somebody still holds a view: its end unmaps the memory
+        with contextlib.suppress(BufferError):  # a view is left: releasing it unmaps the memory
             self._map.close()
         fd, self.fd = self.fd, -1
         os.close(fd)
 
 
 class InputArena(Arena):
-    """Operands: the front writes, every worker can read, none can write."""
+    """Arena of the operands: the front process writes them, workers can only read them."""
 
     def __init__(self, nbytes: int) -> None:
-        """Makes the memory and seals it; errors as for `Arena`."""
+        """Creates and seals the arena; errors as for `Arena`."""
         super().__init__("npugrad-input", nbytes, writable=True)
         self.worker_fd = os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
 
@@ -127,7 +128,7 @@ class InputArena(Arena):
         try:
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL)
         except OSError as error:
-            # The workers' descriptor is read-only all the same; only a hostile worker could reopen it.
+            # The workers' descriptor is still read-only; only a hostile worker could reopen it for writing.
             _log.warning("operands are not sealed against writing: this kernel is older than 5.1 (%s)", error)
 
     def close(self) -> None:
@@ -138,13 +139,13 @@ class InputArena(Arena):
 
 
 class OutputArena(Arena):
-    """Results of one worker process: it writes, the front reads.
+    """Arena of one worker process's results: the worker writes them, the front process reads them.
 
-    It outlives its process as long as a reply is being made from it: `hold` and `release` count.
+    It outlives its process while a reply is being made from it: `hold` and `release` count its users.
     """
 
     def __init__(self, nbytes: int) -> None:
-        """Makes the memory, held once; errors as for `Arena`."""
+        """Creates the arena with one user; errors as for `Arena`."""
         super().__init__("npugrad-output", nbytes, writable=False)
         self._holders = 1
 
@@ -153,10 +154,10 @@ class OutputArena(Arena):
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL)
 
     def hold(self) -> None:
-        """Keeps it for one more user."""
+        """Adds a user."""
         self._holders += 1
 
     def release(self) -> bool:
-        """Ends one use; returns whether it was the last, so that the arena is to be closed."""
+        """Removes a user; returns whether it was the last, so that the caller must close the arena."""
         self._holders -= 1
         return self._holders == 0

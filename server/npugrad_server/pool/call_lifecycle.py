@@ -1,4 +1,4 @@
-"""How a call lives: queued, started, tried again, ended; orphaned when nobody waits for it any more.
+"""Life cycle of a call: queued, started, tried again, ended; orphaned if nobody waits for it any more.
 
 The counterpart for workers is `worker_lifecycle`.
 """
@@ -31,25 +31,25 @@ if TYPE_CHECKING:
     from npugrad_server.pool.worker_lifecycle import WorkerLifecycle
 
 TRIAL_GRACE_S = 1.0
-"""Longest grace of the trial of a circuit breaker, so that a device which it hangs is soon back."""
+"""Longest grace of a circuit breaker's trial, so that a device that it hangs is back soon."""
 SUSPECT_ATTEMPTS = 2
-"""Tries of a call that end with a worker once a device failed under it: what it makes devices fail with, it
-would do everywhere."""
+"""Worker deaths after which a call under which a device failed is not tried again: it would make every device
+fail."""
 
 EXHAUSTION_REASONS = frozenset({"DEVICE_OUT_OF_MEMORY", "DEVICE_BUSY"})
-"""Rows of the error table that tell of this device at this moment, and of nothing else: its memory, or its
-streams, events and tasks, ran out. The operators are pure, so that another device may well have the result.
-Every other answer of a worker is about the call, and would be the same elsewhere."""
+"""Rows of the error table that concern only this device at this moment: its memory, or its streams, events
+and tasks, ran out. Operators are pure, so another device may well complete the call. Any other error of a
+worker concerns the call, and would be the same elsewhere."""
 
 
 class CallLifecycle:
     """Changes the stages of calls; part of the scheduler, which decides where and when they start.
 
     Attributes:
-        calls: All of them by number, until their memory is given back.
-        queue: Those that wait for a worker.
-        alarms: When their deadlines pass, or their workers are to be ended.
-        circuits: Of calls that killed workers.
+        calls: All calls by number, until their memory is freed.
+        queue: Calls that wait for a worker.
+        alarms: When deadlines of calls pass, or their workers must be ended.
+        circuits: Circuit breaker for calls that kill workers.
     """
 
     def __init__(
@@ -59,12 +59,12 @@ class CallLifecycle:
         placement: Placement,
         worker_lifecycle: WorkerLifecycle,
     ) -> None:
-        """Starts with no call.
+        """Starts with no calls.
 
         Args:
             settings: Times and limits.
             workers: The devices.
-            placement: What calls hold.
+            placement: Counts what calls hold.
             worker_lifecycle: Ends the worker of a call that runs too long.
         """
         self._settings, self._workers = settings, workers
@@ -75,19 +75,19 @@ class CallLifecycle:
         self.circuits = CircuitBreaker(settings.circuit_deaths)
 
     def enter(self, call: CallState, now: float, out: list[Command]) -> bool:
-        """Lets a call in, or fails it because its circuit is open; returns whether it did."""
+        """Lets a call in, or fails it if its circuit is open; returns whether it was let in."""
         if not len(self.circuits) or (refusal := self.circuits.enter(call.circuit, call.id, now)) is None:
             return True
         self.fail(call, "CIRCUIT_OPEN", refusal.detail, now, out, retry_after_s=refusal.retry_after_s)
         return False
 
     def start(self, call: CallState, worker: WorkerState, now: float, out: list[Command]) -> None:
-        """Hands a call that has its place to its worker."""
+        """Hands a placed call to its worker."""
         self.queue.take(call, now)
         if call.queued_s is not None:
             self._placement.forecast.unqueued(call)
         call.stage, call.attempts = CallStage.RUNNING, call.attempts + 1
-        # Later than a worker that can tell by itself, whose report has the vendor's number.
+        # Later than a worker's own limit, if it can enforce one: its report has the vendor's number.
         call.kill_at = now + self._settings.run_limit_s + self._settings.hang_grace_s
         self.alarms.set(call.kill_at, call.id, len(self.calls))
         waited = max(0.0, now - call.submitted_s)
@@ -105,7 +105,7 @@ class CallLifecycle:
     # -------------------------------------------------------------------------------------------------- ends
 
     def orphan(self, call: CallState, now: float, out: list[Command]) -> None:
-        """Nobody waits for the call any more."""
+        """Gives up a call that nobody waits for any more: settles a queued one, orphans a running one."""
         if call.stage is CallStage.QUEUED:
             self._unqueue(call)
             self.settle(call, now, out)
@@ -120,12 +120,12 @@ class CallLifecycle:
         return next(worker for worker in self._workers if call.id in worker.running)
 
     def give_up(self, call: CallState, reason: str, detail: str, now: float, out: list[Command]) -> None:
-        """A call that waits gets an error."""
+        """Fails a queued call."""
         self._unqueue(call)
         self.fail(call, reason, detail, now, out)
 
     def drop(self, call: CallState, now: float, out: list[Command]) -> None:
-        """A call that waits gives its place or its memory to one of a tenant that has less of them."""
+        """Fails a queued call to give its place or memory to a call of a tenant that has less of them."""
         self._unqueue(call)
         lane = call.priority, call.label
         turn = self._placement.forecast.predict(call.tenant, call.kind, call.work, now, lane, sent=False)
@@ -149,12 +149,12 @@ class CallLifecycle:
         code: int | None = None,
         retry_after_s: float | None = None,
     ) -> None:
-        """A call that neither waits nor runs gets an error."""
+        """Fails a call that is neither queued nor running."""
         out.append(FailCall(call.id, reason, detail, code, retry_after_s))
         self.settle(call, now, out)
 
     def settle(self, call: CallState, now: float, out: list[Command]) -> None:
-        """No worker touches the memory of a call any more."""
+        """Settles a call whose memory no worker touches any more."""
         call.stage = CallStage.SETTLED
         if call.faults:
             self._count_faults(call, now, out)
@@ -164,18 +164,18 @@ class CallLifecycle:
             self.forget(call, out)
 
     def forget(self, call: CallState, out: list[Command]) -> None:
-        """A settled call was closed: its memory goes back."""
+        """Forgets a settled call that was closed, and frees its memory."""
         call.free_region()
         del self.calls[call.id]
         out.append(ReleaseCall(call.id))
 
-    # ------------------------------------------------------------------------------------ whose fault it was
+    # ------------------------------------------------------------------------------------- blame and retries
 
     def blame(self, call: CallState, now: float, out: list[Command], *, at_once: bool = False) -> None:
-        """A worker died by the fault of a call, unless another one does that very call.
+        """Blames a call for a worker's death, until another worker completes that very call.
 
-        So the first death counts once the call has ended without a result, or with its second one; at once
-        where no other worker gets it.
+        So the first death counts only once the call has ended without a result, or caused a second death. It
+        counts at once if no other worker gets the call.
         """
         call.blamed += 1
         call.faults.append(now)
@@ -183,7 +183,7 @@ class CallLifecycle:
             self._count_faults(call, now, out)
 
     def clear(self, call: CallState, out: list[Command]) -> None:
-        """A worker has done a call: it was not that call which killed others."""
+        """Clears a completed call: it was not the cause of earlier deaths."""
         call.faults.clear()
         if len(self.circuits) and self.circuits.succeeded(call.circuit, call.id):
             out.append(CircuitChanged(call.id, 0))
@@ -206,7 +206,7 @@ class CallLifecycle:
                 )
 
     def retry(self, worker: WorkerState, call: CallState, now: float, out: list[Command]) -> None:
-        """The worker of a running call is gone: another try, or an error."""
+        """Requeues or fails a running call whose worker is gone."""
         if call.orphaned:
             self.settle(call, now, out)
             return
@@ -225,7 +225,7 @@ class CallLifecycle:
         self.fail(call, "WORKER_LOST", what, now, out, code=call.last_code)
 
     def redirect(self, call: CallState, worker: WorkerState, reason: str, out: list[Command]) -> bool:
-        """Puts a call back that its device could not take, if another one could; returns whether it did."""
+        """Requeues a call that its device could not take if another one could; returns whether it did."""
         if reason not in EXHAUSTION_REASONS or call.too_large:
             return False
         worker.exhausted = True
@@ -240,7 +240,7 @@ class CallLifecycle:
         return True
 
     def move(self, call: CallState, worker: WorkerState, now: float, out: list[Command]) -> None:
-        """The device of a running call has computed wrongly: the call has not been tried."""
+        """Requeues a running call whose device computed wrongly; the attempt does not count."""
         if call.orphaned:
             self.settle(call, now, out)
             return
@@ -250,13 +250,13 @@ class CallLifecycle:
         out.append(RedirectCall(call.id, worker.index, "QUARANTINED"))
 
     def put_back(self, call: CallState) -> None:
-        """A call that ran waits again, in front of its lane."""
+        """Requeues a call that ran, at the front of its lane."""
         call.stage = CallStage.QUEUED
         self.queue.push(call, front=True)
         self._placement.forecast.queued(call)
 
     def overdue(self, call: CallState, now: float, out: list[Command]) -> None:
-        """An alarm of a call has come: its deadline, or the end of its grace."""
+        """Handles a call's alarm: its deadline has passed, or its grace has ended."""
         deadline = call.deadline_s
         if call.stage is CallStage.RUNNING and call.kill_at <= now:
             self._end_for(call, now, out)
@@ -272,7 +272,7 @@ class CallLifecycle:
         """Ends the worker of a call that runs too long."""
         grace = self._grace_s(call)
         if now > call.kill_at + grace:
-            # Nobody looked for so long: the server stood still, and its workers may have as well.
+            # The alarm is this late because the server was suspended; its workers may have been as well.
             call.kill_at = now + grace
             self.alarms.set(call.kill_at, call.id, len(self.calls))
             return
@@ -281,7 +281,7 @@ class CallLifecycle:
             why = f"a call ran for more than {self._settings.run_limit_s:g} s, the limit of the server"
             out.append(FailCall(call.id, "DEADLINE_EXCEEDED", why))
             call.orphaned = True
-        # An impatient caller must not bring a slow device down: if the device really hangs, opening it
+        # Exempt, so that impatient callers cannot take a slow device down: if it really hangs, opening it
         # again fails, and that counts.
         worker = self._worker_of(call)
         if not worker.ending:
@@ -289,18 +289,18 @@ class CallLifecycle:
         self._worker_lifecycle.kill(worker, why, out, exempt=True)
 
     def _grace_s(self, call: CallState) -> float:
-        """Seconds that a call may run on when nobody waits for it; few for one whose like did not end."""
+        """Returns the seconds that an orphaned call may run on; few for a circuit breaker's trial."""
         grace = self._settings.hang_grace_s
         is_trial = len(self.circuits) and self.circuits.is_trial(call.circuit, call.id)
         return min(grace, TRIAL_GRACE_S) if is_trial else grace
 
     def _may_redirect(self, call: CallState) -> bool:
-        """Whether a call that its device could not take may be tried on another one: once, and no suspect."""
+        """Whether a call that its device could not take may try another one: once, unless it is suspect."""
         wanted = not call.orphaned and not call.suspect
         return wanted and call.declined_by is None and call.attempts < self._settings.max_attempts
 
     def _may_retry(self, call: CallState, now: float) -> bool:
-        """Whether a call whose worker died under it may be tried again."""
+        """Whether a call whose worker died may be tried again."""
         suspected = call.suspect and call.deaths >= SUSPECT_ATTEMPTS
         if len(self.circuits) and self.circuits.refusal(call.circuit, now) is not None:
             return False

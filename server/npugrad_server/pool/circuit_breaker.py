@@ -1,13 +1,13 @@
-"""Circuit breaker: calls that kill workers are refused for a while, those of one tenant and signature alone.
+"""Circuit breaker: calls that kill workers are refused for a while, by tenant and signature.
 
-No clock: time comes with the event.
+It has no clock: each event brings its time.
 
 Guarantees
     - A circuit opens after a number of deaths within `WINDOW_S`. It is half-open `OPEN_S` later: one call
-      at a time is let through as its trial. A trial that is done closes it, the death of its worker opens
-      it again; one that ends otherwise tells nothing.
-    - What is remembered of a key is forgotten `WINDOW_S + OPEN_S` after its last death, and there are at most
-      `MOST_KEYS` of them: the one without a death for longest goes first.
+      at a time is let through as its trial. A trial that succeeds closes the circuit; the death of its
+      worker opens it again; any other end leaves it half-open.
+    - A key is forgotten `WINDOW_S + OPEN_S` after its last death. At most `MOST_KEYS` keys are kept: the one
+      whose last death was longest ago is dropped first.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WINDOW_S = 60.0
 OPEN_S = 10.0
 MOST_KEYS = 4096
 _TRIAL_S = 1.0
-"""What a caller is asked to wait while a trial is on its way, which tells sooner or later."""
+"""Seconds that a caller is asked to wait while a trial, whose outcome decides, is in progress."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class Refusal:
     """Why a call is not let through.
 
     Attributes:
-        deaths: Workers that died under such calls within the time that counts.
-        opens_at: How many of them open a circuit.
-        retry_after_s: Seconds until one may be tried.
+        deaths: Workers that died under such calls within `WINDOW_S`.
+        opens_at: How many deaths open a circuit.
+        retry_after_s: Seconds until such a call may be tried.
     """
 
     deaths: int
@@ -42,7 +42,7 @@ class Refusal:
 
     @property
     def detail(self) -> str:
-        """The same for a person."""
+        """Human-readable description."""
         return (
             f"found {self.deaths} workers that died under calls of this signature within {WINDOW_S:g} s; "
             f"expected fewer than {self.opens_at}; one may be tried again in {self.retry_after_s:.1f} s"
@@ -51,7 +51,7 @@ class Refusal:
 
 @dataclass
 class _Circuit:
-    """What is remembered of a key: times of deaths; when it opened, None while it is closed; its trial."""
+    """Circuit of a key: times of deaths; when it opened, None while closed; number of its trial call."""
 
     deaths: list[float] = field(default_factory=list)
     opened_s: float | None = None
@@ -59,7 +59,7 @@ class _Circuit:
 
 
 class CircuitBreaker:
-    """The circuits of all keys under which workers died; every other key has a closed one."""
+    """The circuits of all keys under which workers died; every other key's circuit is closed."""
 
     def __init__(self, opens_at: int) -> None:
         """Starts with every circuit closed.
@@ -71,7 +71,7 @@ class CircuitBreaker:
         self._circuits: OrderedDict[Hashable, _Circuit] = OrderedDict()
 
     def __len__(self) -> int:
-        """Keys that are remembered; with none, every call is let through."""
+        """Returns the number of keys kept; if 0, every call is let through."""
         return len(self._circuits)
 
     @property
@@ -80,7 +80,7 @@ class CircuitBreaker:
         return sum(circuit.opened_s is not None for circuit in self._circuits.values())
 
     def refusal(self, key: Hashable, now: float) -> Refusal | None:
-        """Why a call with this key would not be let through; None when it would."""
+        """Returns why a call with this key would not be let through; None if it would."""
         self._forget(now)
         circuit = self._circuits.get(key)
         if circuit is None or circuit.opened_s is None:
@@ -91,12 +91,12 @@ class CircuitBreaker:
         return Refusal(len(circuit.deaths), self._opens_at, left_s if left_s > 0 else _TRIAL_S)
 
     def enter(self, key: Hashable, call: int, now: float) -> Refusal | None:
-        """Lets a call through, of a half-open circuit as its trial, or says why not.
+        """Lets a call through, as the trial if its circuit is half-open, or returns why not.
 
         Args:
             key: Its key.
             call: Its number.
-            now: When.
+            now: Current time.
         """
         refusal = self.refusal(key, now)
         circuit = self._circuits.get(key)
@@ -110,7 +110,7 @@ class CircuitBreaker:
         return circuit is not None and circuit.trial == call
 
     def died(self, key: Hashable, call: int, now: float) -> bool:
-        """A worker died under a call, whose fault it was; returns whether its circuit opened."""
+        """Counts a worker's death that a call caused; returns whether its circuit opened."""
         if not self._opens_at:
             return False
         self._forget(now)
@@ -127,14 +127,14 @@ class CircuitBreaker:
         return circuit.opened_s is not None and (was_trial or not was_open)
 
     def succeeded(self, key: Hashable, call: int) -> bool:
-        """A call was done; returns whether that closed its circuit."""
+        """Notes that a call succeeded; returns whether that closed its circuit."""
         if not self.is_trial(key, call):
             return False
         del self._circuits[key]
         return True
 
     def left(self, key: Hashable, call: int) -> None:
-        """A call ended; if it was a trial that told nothing, another one may be."""
+        """Notes that a call ended; if it was an undecided trial, another call may be the next one."""
         circuit = self._circuits.get(key)
         if circuit is not None and circuit.trial == call:
             circuit.trial = None

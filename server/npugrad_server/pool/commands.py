@@ -1,4 +1,4 @@
-"""What goes into the scheduler beside calls, and what comes out of it: commands for the driver."""
+"""The scheduler's inputs other than calls, and its outputs: commands for the driver."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ class WorkerSpec:
     Attributes:
         streams: Calls that may run on it at once.
         output_bytes: Size of its output arena.
-        memory: Name of the host memory it shares with other devices; the budgets of the scheduler have it as
-            key.
+        memory: Name of the host memory that it shares with other devices; key of the scheduler's budgets.
         heavy: Whether starting it keeps the host busy, so that not all such devices start at once.
     """
 
@@ -31,13 +30,13 @@ class WorkerSpec:
 
 @dataclass(frozen=True)
 class Failure:
-    """What a process said of its device before it ended.
+    """What a process reported about its device before it ended.
 
     Attributes:
-        reason: For a person: function, number and text of the vendor, or what is missing.
+        reason: Human-readable: the vendor's function, number and text, or what is missing.
         restart_policy: When a new process may take the device.
-        call: The call that met it; None when the device did not open.
-        code: The vendor's number; None without one.
+        call: The call that hit it; None if the device did not open.
+        code: The vendor's number; None if there is none.
         retry: Whether that call may be tried once more.
         exempt: Whether this does not count against the device.
         wrong: Operator whose canary was wrong while the device was opened; empty for none.
@@ -54,7 +53,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class SpawnWorker:
-    """Start a process for a device, which is ready once every canary was right so many times.
+    """Start a process for a device, which is ready once every canary was right `canary_rounds` times.
 
     `ready` or `lost` follows, with the same incarnation.
     """
@@ -66,7 +65,7 @@ class SpawnWorker:
 
 @dataclass(frozen=True)
 class KillWorker:
-    """End a process; tell `lost` once it was waited for."""
+    """End a process; report `lost` once it has been waited for."""
 
     worker: int
     incarnation: int
@@ -75,9 +74,9 @@ class KillWorker:
 
 @dataclass(frozen=True)
 class StartCall:
-    """Hand a call to a worker; its state says which region of that worker's arena its outputs go into.
+    """Hand a call to a worker; the call's state names the region of that worker's arena for its outputs.
 
-    `workspace_bytes` of the device's own memory are set aside for its workspace; None where it has none.
+    `workspace_bytes` of the device's own memory are set aside for its workspace; None if the device has none.
     """
 
     call: int
@@ -90,7 +89,7 @@ class StartCall:
 
 @dataclass(frozen=True)
 class TellWorker:
-    """Say something to a process about a call that it runs."""
+    """Send a process a message about a call that it runs."""
 
     worker: int
     incarnation: int
@@ -108,7 +107,7 @@ class CompleteCall:
 class FailCall:
     """Give the caller an error: a row of the error table, and what happened.
 
-    Beside them the vendor's number, if any, and the seconds after which the call may be tried again.
+    Also the vendor's number, if any, and the seconds after which the call may be tried again, if known.
     """
 
     call: int
@@ -120,9 +119,9 @@ class FailCall:
 
 @dataclass(frozen=True)
 class CircuitChanged:
-    """Note that calls of the tenant and signature of this call are refused for a while, or no longer.
+    """Note that calls of this call's tenant and signature are refused for a while, or no longer.
 
-    `deaths` of workers made it so; 0 when it was closed.
+    `deaths` is the number of worker deaths that opened the circuit; 0 if it was closed.
     """
 
     call: int
@@ -131,7 +130,7 @@ class CircuitChanged:
 
 @dataclass(frozen=True)
 class RequeueCall:
-    """Note that a call waits again because the worker died under it."""
+    """Note that a call waits again because its worker died."""
 
     call: int
     worker: int
@@ -139,7 +138,7 @@ class RequeueCall:
 
 @dataclass(frozen=True)
 class RedirectCall:
-    """Note that a call waits for another device, because this one cannot take it now: with its reason."""
+    """Note that a call waits for another device, because this one cannot take it now, for `reason`."""
 
     call: int
     worker: int
@@ -156,28 +155,28 @@ class PostponeCall:
 
 @dataclass(frozen=True)
 class MakeRoom:
-    """Calls wait for room in the output arena of this worker: results that nobody takes are to leave it."""
+    """Calls wait for room in this worker's output arena: drop results there that nobody takes."""
 
     worker: int
 
 
 @dataclass(frozen=True)
 class ReleaseCall:
-    """Give the operands' memory back: the ticket is closed and no worker reads them any more."""
+    """Free the operands' memory: the ticket is closed and no worker reads them any more."""
 
     call: int
 
 
 @dataclass(frozen=True)
 class DeviceChanged:
-    """Tell whoever watches that a device is in another state, or its start at another stage."""
+    """Tell observers that a device changed its state, or its start reached another stage."""
 
     worker: int
 
 
 @dataclass(frozen=True)
 class StartCanary:
-    """Have a process run a canary, by number; tell `canary` what it found."""
+    """Have a process run a canary, by number; report the result to `canary`."""
 
     worker: int
     incarnation: int
@@ -186,7 +185,7 @@ class StartCanary:
 
 @dataclass(frozen=True)
 class DeviceMismatch:
-    """Tell whoever watches that a device has computed wrongly: which operator, and the figures."""
+    """Tell observers that a device has computed wrongly: the operator and the figures."""
 
     worker: int
     operator: str

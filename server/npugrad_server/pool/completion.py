@@ -1,4 +1,4 @@
-"""Completion of calls: what callers get for a worker's answer, or for the scheduler's decision."""
+"""Completion of calls: turns workers' answers and the scheduler's decisions into what callers get."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 RETRY_NO_DEVICE_S = 5.0
-"""What a caller is asked to wait when no device is ready and nobody knows when one will be: about the time a
-pod needs to be replaced."""
+"""Seconds that a caller is asked to wait if no device is ready and it is unknown when one will be: about as
+long as replacing a pod takes."""
 _LEAST_RETRY_S = 1.0
-"""The shortest such wait: about what opening a device takes."""
+"""The shortest such wait: about as long as opening a device takes."""
 
 
 def error_from_answer(planned: PlannedCall, answer: CallFailed) -> NpugradError:
-    """The exception a worker's answer stands for; its source is the device."""
+    """Returns the exception for a worker's answer, with the device as its source."""
     operator, request_id = planned.plan.record.name, planned.request_id
     if answer.reason == "INTERNAL":
         return DeviceError(
@@ -59,14 +59,14 @@ def error_without_answer(
     code: int | None = None,
     retry_after_s: float | None = None,
 ) -> NpugradError:
-    """The exception for a call that got no answer from a worker.
+    """Returns the exception for a call that got no answer from a worker.
 
     Args:
         planned: The call.
         reason: CALL_TOO_LARGE, CIRCUIT_OPEN, DEADLINE_EXCEEDED, QUEUE_FULL, WOULD_MISS_DEADLINE,
             OPERATOR_UNSUPPORTED, DETERMINISM_UNSUPPORTED or WORKER_LOST; NO_DEVICE is `error_without_device`.
         detail: What happened.
-        code: The vendor's number, when a device failed.
+        code: The vendor's number, if a device failed.
         retry_after_s: Seconds to wait before the call may be tried again, for CIRCUIT_OPEN and QUEUE_FULL.
     """
     message = f"{planned.plan.record.name}: {detail}"
@@ -89,10 +89,10 @@ def error_without_answer(
 
 
 def error_without_device(devices: Sequence[DeviceStatus], planned: PlannedCall | None = None) -> ServerBusy:
-    """The exception when no device is ready, or none that may run a call.
+    """Returns the exception for when no device is ready, or none that may run a call.
 
-    It says why, device by device, as far as a status has room, and asks to come again when the next device
-    will have been tried.
+    Its message gives the reason for each device, as far as a status has room. It asks the caller to retry
+    once the next device will have been tried.
 
     Args:
         devices: Every device.
@@ -119,7 +119,7 @@ def error_without_device(devices: Sequence[DeviceStatus], planned: PlannedCall |
 
 
 def _within(words: Sequence[str], limit: int) -> str:
-    """The parts in a row, the longest ones cut so that none is lost for another's length."""
+    """Joins the parts within a limit, cutting the longest ones so that none is lost."""
     room = limit - 2 * len(words)
     lengths = sorted(len(part) for part in words)
     share = room
@@ -138,18 +138,18 @@ def _cut(text: str, limit: int) -> str:
 
 
 class Completion:
-    """Gives callers what became of their calls, and tells the observer. On the pool's event loop.
+    """Gives callers their results or errors, and tells the observer. On the pool's event loop.
 
     Attributes:
         count: Calls with an answer, good or bad.
     """
 
     def __init__(self, observer: PoolObserver, devices: Callable[[], Sequence[DeviceStatus]]) -> None:
-        """Starts with none.
+        """Starts with no calls.
 
         Args:
-            observer: Who counts.
-            devices: Tells how every device stands.
+            observer: Notified of events.
+            devices: Returns the status of every device.
         """
         self._devices = devices
         self.count = 0
@@ -162,12 +162,12 @@ class Completion:
             _log.error("request %s: %s\n%s", ticket.planned.request_id, answer.message, answer.trace)
 
     def complete(self, ticket: Ticket, device: str, ready: DeviceReady | None) -> None:
-        """The worker's answer goes to the caller.
+        """Gives the worker's answer to the caller.
 
         Args:
             ticket: The call.
             device: Name of the device.
-            ready: What its worker said of it.
+            ready: What its worker reported about it.
         """
         if ready is None:
             raise RuntimeError(f"{device}: answered before it was ready")
@@ -180,7 +180,7 @@ class Completion:
         self.report(ticket, "OK", outcome.info)
 
     def fail(self, ticket: Ticket, command: FailCall) -> None:
-        """The error that the scheduler decided on goes to the caller."""
+        """Gives the caller the error that the scheduler decided on."""
         planned = ticket.planned
         if command.reason == "WORKER_LOST":
             _log.error(
@@ -195,7 +195,7 @@ class Completion:
             self.finish(ticket, error)
 
     def finish(self, ticket: Ticket, error: NpugradError) -> None:
-        """An error goes to the caller."""
+        """Gives the caller an error."""
         if ticket.future is not None and not ticket.future.done():
             ticket.future.set_exception(error)
         self.report(ticket, error.reason, None)
@@ -210,7 +210,7 @@ class Completion:
             )
 
     def requeued(self, ticket: Ticket, device: str) -> None:
-        """The worker died under a call, which waits again."""
+        """Notes that a call waits again because its worker died."""
         ticket.mark_lost()
         _log.warning(
             "request %s: %s died under it; it waits for another try", ticket.planned.request_id, device
@@ -218,7 +218,7 @@ class Completion:
         self._observer.call_requeued(ticket.planned, device)
 
     def circuit_changed(self, ticket: Ticket, deaths: int) -> None:
-        """The circuit of a call's tenant and signature was opened by so many deaths, or closed."""
+        """Notes that the circuit of a call's tenant and signature opened after `deaths` deaths, or closed."""
         planned = ticket.planned
         about = f"{planned.plan.record.name} of {planned.tenant.name or 'nobody known'}"
         if not deaths:
@@ -236,7 +236,7 @@ class Completion:
         self._observer.circuit_opened(planned)
 
     def redirected(self, ticket: Ticket, device: str, reason: str) -> None:
-        """A device could not take a call, which waits for another one."""
+        """Notes that a call waits for another device because this one could not take it."""
         ticket.mark_lost()
         _log.warning(
             "request %s: %s answered %s; it waits for another device",
@@ -247,7 +247,7 @@ class Completion:
         self._observer.call_redirected(ticket.planned, device, reason)
 
     def postponed(self, ticket: Ticket, device: str) -> None:
-        """There was no room for a call's workspace; it waits again."""
+        """Notes that a call waits again because there was no room for its workspace."""
         ticket.mark_lost()
         _log.info("request %s: %s has no room for its workspace now", ticket.planned.request_id, device)
         self._observer.call_postponed(ticket.planned, device)

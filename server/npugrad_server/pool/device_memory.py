@@ -1,8 +1,8 @@
-"""What a call takes of a device's own memory, counted as the allocator of torch_npu takes it.
+"""How much of a device's own memory a call takes, counted as torch_npu's allocator takes it.
 
-It rounds each buffer up, keeps what is freed for later, and cuts buffers out of segments that go back to the
-device only whole. Rounding is counted for each buffer; for segments, and for what CANN takes for itself, a
-part of the device's memory is left out of the budget.
+The allocator rounds each buffer up, caches freed memory, and cuts buffers out of segments that go back to the
+device only as a whole. Rounding is counted for each buffer; for segments, and for CANN's own use, a part of
+the device's memory is left out of the budget.
 """
 
 from __future__ import annotations
@@ -28,28 +28,29 @@ if TYPE_CHECKING:
 _BLOCK_BYTES, _SPARE_BYTES = 512, 32
 _SEGMENT_BYTES = 22 * 2**20
 """A segment of 20 MiB for buffers of up to 10 MiB and one of 2 MiB for those of up to 1 MiB: a single buffer
-keeps all of its segment, and each call that runs may be the one that does."""
+keeps its whole segment allocated, and any running call may own such a buffer."""
 _SHARE = 32
-"""Beyond the segments one part in so many is left out: larger buffers come in steps of 2 MiB, and CANN loads
-kernels and grows queues after the device has said what is free."""
+"""Besides the segments, `1 / _SHARE` of the free memory is left out: larger buffers come in steps of 2 MiB,
+and CANN loads kernels and grows queues after the device has reported its free memory."""
 _LEAST_SHARE = 4
-"""At most one part in so many is left out; only tests have devices that small."""
+"""At most `1 / _LEAST_SHARE` is left out; only tests have devices so small that this matters."""
 _KINDS = 1024
-"""Kinds of calls whose need is remembered."""
+"""Kinds of calls whose need is cached."""
 _WORKSPACES = 4096
-"""Kinds of calls whose workspace is remembered; each takes some hundred bytes."""
+"""Kinds of calls whose workspace is remembered; each takes a few hundred bytes."""
 FLOAT64_BYTES = 8
-"""An element of the results that a verification compares with."""
+"""Size of an element of the results that a verification compares with."""
 
 
 @dataclass(frozen=True)
 class DeviceNeed:
-    """What a call takes where the device has memory of its own.
+    """The memory that a call takes if the device has memory of its own.
 
     Attributes:
         tensor_bytes: Device memory of operands and outputs.
-        host_bytes: Host memory beside the arenas: packed operands, and the results of a verification.
-        key: Digest of what the workspace depends on; calls with the same key need the same. None without one.
+        host_bytes: Host memory outside the arenas: packed operands, and the results of a verification.
+        key: Digest of what the workspace depends on; calls with the same key need the same workspace. None
+            for a call that needs none.
     """
 
     tensor_bytes: int = 0
@@ -58,25 +59,25 @@ class DeviceNeed:
 
 
 def footprint(nbytes: int) -> int:
-    """Device memory that a buffer takes; even an empty one has an address."""
+    """Returns the device memory that a buffer takes; even an empty one has an address."""
     return -(-(nbytes + _SPARE_BYTES) // _BLOCK_BYTES) * _BLOCK_BYTES
 
 
 def workspace_footprint(nbytes: int) -> int:
-    """Device memory that a workspace takes; there is none for 0 bytes."""
+    """Returns the device memory that a workspace takes; one of 0 bytes takes none."""
     return footprint(nbytes) if nbytes else 0
 
 
 def largest_workspace(nbytes: int) -> int:
-    """The largest workspace that takes no more than so much device memory."""
+    """Returns the size of the largest workspace that fits into `nbytes` of device memory."""
     return max(nbytes // _BLOCK_BYTES * _BLOCK_BYTES - _SPARE_BYTES, 0)
 
 
 def budget(free_bytes: int, streams: int) -> int:
-    """How much of a device's memory calls may have.
+    """Returns how much of a device's memory calls may take.
 
     Args:
-        free_bytes: What the device says is free before the first call.
+        free_bytes: Free memory that the device reports before the first call.
         streams: Calls that run on it at once.
     """
     left_out = streams * _SEGMENT_BYTES + free_bytes // _SHARE
@@ -84,9 +85,9 @@ def budget(free_bytes: int, streams: int) -> int:
 
 
 def need_of(planned: PlannedCall) -> DeviceNeed:
-    """Counts what a call takes of a device's own memory; its workspace only the device can tell."""
+    """Returns the memory that a call takes, without its workspace, which only the device can tell."""
     if all(meta is None for meta in planned.plan.outputs.values()):
-        return DeviceNeed()  # it is answered before anybody looks at its operands
+        return DeviceNeed()  # it is answered without looking at its operands
     call, options = planned.plan.record.ordered(planned.plan.call), planned.options
     need = _need_of_kind(
         planned.plan.record,
@@ -101,7 +102,7 @@ def need_of(planned: PlannedCall) -> DeviceNeed:
         for p in planned.plan.record.outputs
         if (meta := planned.plan.outputs.get(p.name)) is not None
     ]
-    # Results whose axes are in another order than the formula's are put in it afterwards.
+    # Results whose order of axes is not the formula's are reordered afterwards.
     beside = sum(meta.nbytes for param, meta in wanted if not param.ordered(meta).is_contiguous)
     if options.verify:
         beside += sum(meta.size * FLOAT64_BYTES for _, meta in wanted)
@@ -117,11 +118,11 @@ def _need_of_kind(
     attrs: tuple[tuple[str, AttrValue], ...],
     outputs: tuple[tuple[str, TensorMeta | None], ...],
 ) -> DeviceNeed:
-    """Remembered: arranging costs the front as much as all the rest, and most calls look like one before."""
+    """Cached: arranging costs the front process as much as all the rest, and calls recur."""
     call = CallMeta(dict(inputs), dict(attrs), dict(outputs), product)
     arrangement = arrange(record, call)
     slots = arrangement.inputs + arrangement.outputs
-    # Everything that the operator sees when it says how much workspace it needs.
+    # Everything that the operator's workspace can depend on.
     seen = (
         record.name,
         product.value,
@@ -140,7 +141,7 @@ def _need_of_kind(
 class LearnedWorkspaces:
     """How much workspace operators asked for, so that it can be set aside before they ask again.
 
-    The newest figure of each kind of call; those not met for longest are forgotten.
+    Keeps the newest figure for each kind of call, and forgets the least recently used kinds.
     """
 
     def __init__(self, capacity: int = _WORKSPACES) -> None:
@@ -163,7 +164,7 @@ class LearnedWorkspaces:
             self._known.popitem(last=False)
 
     def expect(self, key: Hashable) -> int:
-        """Bytes that a call will ask for; 0 when nobody knows."""
+        """Returns the bytes that a call is expected to ask for; 0 if unknown."""
         if key not in self._known:
             return 0
         self._known.move_to_end(key)

@@ -1,6 +1,6 @@
-"""The pool as the service sees it: admit a call, run it, give its memory back.
+"""The pool as the service sees it: admits a call, runs it, frees its memory.
 
-The scheduler decides everything that can be decided; the driver is between it and the rest of the world.
+The scheduler makes all decisions; the driver connects it to the rest of the world.
 """
 
 from __future__ import annotations
@@ -33,29 +33,29 @@ if TYPE_CHECKING:
     from npugrad_server.pool.types import DeviceStatus, PlannedCall, PoolSettings
 
 UPLOADS_PER_PLACE = 4
-"""Uploads in progress for each place of the queue: few are whole at the same time."""
+"""Uploads in progress allowed for each place of the queue: few of them complete at the same time."""
 _UPLOAD_RETRY_S = 1.0
 
 
 class DevicePool:
-    """All devices of the server. Everything here is called on the event loop that opened it.
+    """All devices of the server. All methods must be called on the event loop that opened it.
 
     Guarantees
-        - Every accepted call gets one answer, also when workers die; none is lost by the pool.
-        - Memory of a call is reused only after its ticket was closed and no worker can touch it.
-        - No method holds the loop for longer than it takes to send a message.
+        - Every accepted call gets exactly one answer, even if workers die.
+        - A call's memory is reused only after its ticket was closed and no worker can touch it.
+        - No method blocks the event loop for longer than sending a message takes.
 
     Attributes:
-        on_change: Called, with nothing, whenever a device went into another state, or its start to another
-            stage.
+        on_change: Callbacks without arguments, called whenever a device changes its state, or its start
+            reaches another stage.
     """
 
     def __init__(self, settings: PoolSettings, observer: PoolObserver | None = None) -> None:
-        """Makes the arena; use `open`.
+        """Creates the input arena; use `open` instead.
 
         Args:
             settings: Devices, sizes and times.
-            observer: Who counts.
+            observer: Notified of events.
         """
         self._loop = asyncio.get_running_loop()
         devices = [parse_device(name) for name in settings.devices]
@@ -81,10 +81,10 @@ class DevicePool:
 
         Args:
             settings: Devices, sizes and times.
-            observer: Who counts; nobody by default.
+            observer: Notified of events; none by default.
 
         Raises:
-            DeviceListError: A device that is not one.
+            DeviceListError: A device is invalid.
             OSError: No memory or descriptor is left.
         """
         pool = cls(settings, observer)
@@ -96,24 +96,25 @@ class DevicePool:
     # ------------------------------------------------------------------------------------------------- calls
 
     def check(self, planned: PlannedCall, *, is_upload: bool = False) -> None:
-        """Refuses a call that would not be admitted now; errors as of `admit`."""
+        """Refuses a call that would not be admitted now; errors as for `admit`."""
         _, region, _ = self._reserve(planned, is_upload)
         self._admission.operands.free(region)
 
     def admit(self, planned: PlannedCall, *, is_upload: bool = False) -> Ticket:
-        """Reserves all bytes and a queue place.
+        """Admits a call: reserves all its bytes and a place in the queue.
 
         Args:
             planned: The call.
-            is_upload: Whether its operands are still to come, at the pace of its caller: it has no place in
-                the queue before they are there, and then gets one, however long the queue is. There may be
-                `UPLOADS_PER_PLACE` of them for each place.
+            is_upload: Whether its operands are still to come, at its caller's pace. It takes no place in the
+                queue until they are complete, and then gets one however long the queue is. There may be
+                `UPLOADS_PER_PLACE` uploads for each place.
 
         Raises:
             CallTooLarge: It can never fit.
             DeadlineExceeded: Its deadline has passed.
-            ServerBusy: QUEUE_FULL, queue or operand memory are full now; QUOTA_EXCEEDED, its tenant's quota
-                is; WOULD_MISS_DEADLINE, it would be done too late; NO_DEVICE, all devices are down.
+            ServerBusy: QUEUE_FULL, the queue or operand memory is full now; QUOTA_EXCEEDED, its tenant's
+                quota is used up; WOULD_MISS_DEADLINE, it would be done too late; NO_DEVICE, all devices are
+                down.
             ServerDraining: The pool was closed, or its calls were abandoned.
             UnsupportedOperator: No device can run the operator.
             OperatorError: DETERMINISM_UNSUPPORTED, no device can run it deterministically.
@@ -164,7 +165,7 @@ class DevicePool:
         )
 
     def _check_uploads(self, operator: str) -> None:
-        """Refuses an upload beside too many others, of which none is so slow that it has to give way."""
+        """Refuses an upload if there are too many others, none slow enough to have to give way."""
         found = self._uploads - self._whole
         if found >= self._most_uploads and not self._make_room():
             raise ServerBusy(
@@ -174,7 +175,7 @@ class DevicePool:
             )
 
     def _make_room(self) -> bool:
-        """Has an upload give its memory back that is too slow; whether there was one."""
+        """Has an upload that is too slow give its memory back; returns whether there was one."""
         for ticket in self._driver.tickets.values():
             if not ticket.started and ticket.give_way is not None and ticket.give_way():
                 ticket.close()
@@ -182,12 +183,12 @@ class DevicePool:
         return False
 
     def _drop(self, tenants: Sequence[Tenant]) -> bool:
-        """Has the last call of the first of some tenants that has one give way; whether there was one."""
+        """Drops the last waiting call of the first tenant that has one; returns whether there was one."""
         for tenant in tenants:
             commands = self._scheduler.drop_last(tenant.name, time.monotonic())
             dropped = [self._driver.tickets[c.call] for c in commands if isinstance(c, FailCall)]
             self._driver.apply(commands)
-            for ticket in dropped:  # its caller only hears of it later, but no worker reads its operands
+            for ticket in dropped:  # its caller learns of it only later, but no worker reads its operands
                 ticket.stop_waiting()
                 self._driver.drop_operands(ticket)
                 ticket.give_back(ticket.inflight_bytes)
@@ -196,12 +197,12 @@ class DevicePool:
         return False
 
     def drop_operands(self, ticket: Ticket) -> None:
-        """Gives back the operands of a call whose outcome is there; no worker reads them any more."""
+        """Frees the operands of a call that has its outcome; no worker reads them any more."""
         if ticket.check is None:
             self._driver.drop_operands(ticket)
 
     def _check_circuit(self, planned: PlannedCall) -> None:
-        """Refuses a call that would be refused later, before it is sent."""
+        """Refuses a call early, before its operands are sent, if its circuit is open."""
         key = planned.tenant.name, planned.plan.signature
         refusal = self._scheduler.circuits.refusal(key, time.monotonic())
         if refusal is not None:
@@ -217,24 +218,24 @@ class DevicePool:
         """Runs an admitted call whose operands are all written.
 
         Args:
-            ticket: From `admit`; it must stay open until the outcome was used.
+            ticket: From `admit`; it must stay open until the outcome has been used.
 
         Returns:
             Views of the results, valid until the ticket is closed.
 
         Raises:
-            CallTooLarge: No device has room for its tensors, as turned out after it was admitted.
-            DeadlineExceeded: The deadline passed before the result was there.
+            CallTooLarge: No device has room for its tensors, as it turned out after it was admitted.
+            DeadlineExceeded: The deadline passed before the result was ready.
             ServerBusy: NO_DEVICE, the last device was marked down; WOULD_MISS_DEADLINE, it could only start
                 too late; QUEUE_FULL, it gave way to a call of a tenant that has less of the queue.
             ServerDraining: The pool was closed meanwhile.
             WorkerLost: The worker died at every attempt.
             CircuitOpen: Workers died under other calls of its tenant and signature meanwhile.
             DeviceError: The device or the operator failed; INTERNAL, VERIFICATION_FAILED or a vendor number.
-            DeviceOutOfMemory: The device has no memory for it now, nor has another one.
+            DeviceOutOfMemory: Neither the device nor another one has memory for it now.
             RequestError: UNSAFE_LEVELS.
             OperatorError: DETERMINISM_UNSUPPORTED.
-            UnsupportedOperator: No device can run the operator, as turned out after it was admitted.
+            UnsupportedOperator: No device can run the operator, as it turned out after it was admitted.
             RuntimeError: The ticket was closed or run before.
         """
         planned = ticket.planned
@@ -256,11 +257,11 @@ class DevicePool:
             raise
 
     async def workspace_bytes(self, record: OpRecord, call: CallMeta) -> int | None:
-        """Workspace that a legal call would need; None when no device can tell it now."""
+        """Returns the workspace that a legal call would need; None if no device can tell now."""
         return await self._driver.queries.workspace_bytes(record, call)
 
     def predict(self, planned: PlannedCall) -> tuple[float | None, float | None]:
-        """Seconds that a call would wait and run, were it sent now; None for what nobody knows."""
+        """Returns the seconds that a call sent now would wait and run; None for what is unknown."""
         options, forecast = planned.options, self._scheduler.forecast
         kind = planned.plan.record.name, options.deterministic
         lane = min(options.priority, planned.tenant.max_priority), options.label
@@ -269,9 +270,9 @@ class DevicePool:
         return (found.wait_s if found.is_wait_known else None), found.run_s or None
 
     def _closed(self, ticket: Ticket) -> None:
-        """A ticket was closed: its memory goes back now, or when its worker is done with it."""
+        """Frees the memory of a closed ticket, now or once its worker is done with it."""
         if ticket.check is not None and self._driver.verification.keeps(ticket.check):
-            return  # this is called again
+            return  # `Ticket.end_check` calls this again
         if ticket.held is not None:
             self._fleet.let_go(ticket.held)
             ticket.held = None
@@ -282,18 +283,18 @@ class DevicePool:
             self._whole -= not ticket.is_upload
             self._driver.release(ticket.number)
 
-    # ------------------------------------------------------------------------------------ how the pool stands
+    # ------------------------------------------------------------------------------------------------- status
 
     def unavailable(self, operator: str) -> str:
-        """Why no device can run an operator; empty while one can, or may once it is ready."""
+        """Returns why no device can run an operator; empty if one can, or may once it is ready."""
         return self._scheduler.eligibility.why_unavailable(operator)
 
     def devices(self) -> tuple[DeviceStatus, ...]:
-        """Every device, in the order of the settings."""
+        """Returns the status of every device, in the order of the settings."""
         return self._driver.devices()
 
     def stats(self) -> PoolStats:
-        """Figures of this moment."""
+        """Returns current figures."""
         now = time.monotonic()
         return PoolStats(
             queue_depth=self._scheduler.queue_depth,
@@ -312,13 +313,13 @@ class DevicePool:
         )
 
     async def wait_ready(self, timeout_s: float) -> None:
-        """Waits until every device is ready or down.
+        """Waits until every device is ready, down or quarantined.
 
         Args:
-            timeout_s: Seconds to wait; when they are over, one ready device is enough.
+            timeout_s: Seconds to wait; after that, one ready device is enough.
 
         Raises:
-            ServerBusy: NO_DEVICE, none is ready; the message says why, device by device.
+            ServerBusy: NO_DEVICE, none is ready; the message says why for each device.
         """
         final = (DeviceState.READY, DeviceState.DOWN, DeviceState.QUARANTINED)
         await self._until(lambda: all(status.state in final for status in self.devices()), timeout_s)
@@ -339,14 +340,14 @@ class DevicePool:
     def _signal(self) -> None:
         self._progress.set()
 
-    # -------------------------------------------------------------------------------------------- how it ends
+    # ----------------------------------------------------------------------------------------------- shutdown
 
     def abandon(self) -> None:
-        """Answers calls inside, and every later one, with `ServerDraining`; workers stay. Idempotent."""
+        """Fails all current and later calls with `ServerDraining`; workers keep running. Idempotent."""
         self._driver.abandon(_shut_down)
 
     async def close(self) -> None:
-        """Abandons what is inside, ends all workers and waits for them. Idempotent."""
+        """Abandons all calls, ends all workers and waits for them. Idempotent."""
         self.abandon()
         await self._driver.verification.close()
         await self._fleet.close()

@@ -1,6 +1,6 @@
-"""The driver of the scheduler: feeds it what workers say and the time, and carries out what it decides.
+"""The scheduler's driver: feeds it workers' messages and the time, and carries out its decisions.
 
-The scheduler has neither clock nor sockets; here are both.
+The scheduler has neither a clock nor sockets; the driver has both.
 """
 
 from __future__ import annotations
@@ -69,22 +69,22 @@ _log = logging.getLogger(__name__)
 _HOST = "host"
 """The memory that CPU and simulated devices share."""
 _CROWDED_S = 0.5
-"""How often, with nothing else to look at, those are asked again whose results others wait for."""
+"""Seconds until results are asked again to give way in a crowded arena, if nothing happens before."""
 
 
 class Driver:
-    """Between the scheduler on one side, and workers and callers on the other. On the pool's event loop.
+    """Connects the scheduler with workers and callers. On the pool's event loop.
 
     Attributes:
-        tickets: The pool's calls by number.
-        numbers: Numbers of calls and queries.
-        fleet: The processes.
-        scheduler: Decides.
+        tickets: Tickets of the pool's calls, by number.
+        numbers: Source of numbers for calls and queries.
+        fleet: The worker processes.
+        scheduler: Decides what to do.
         completion: Gives callers their answers.
         verification: Compares results with the reference.
-        queries: Asks devices what a call would need.
-        on_change: Called, with nothing, whenever a device went into another state, or its start to another
-            stage.
+        queries: Asks devices how much workspace a call would need.
+        on_change: Callbacks without arguments, called whenever a device changes its state, or its start
+            reaches another stage.
         closing: Whether calls were abandoned.
     """
 
@@ -102,8 +102,8 @@ class Driver:
             settings: Sizes, times and limits.
             devices: The devices.
             inputs: Arena of the operands.
-            admission: Counts its regions.
-            observer: Who counts.
+            admission: Allocates its regions.
+            observer: Notified of events.
         """
         self._settings, self._admission, self._observer = settings, admission, observer
         self._loop = asyncio.get_running_loop()
@@ -126,7 +126,7 @@ class Driver:
         self._alarm: asyncio.TimerHandle | None = None
         self._alarm_s = math.inf
 
-    # ----------------------------------------------------------------------------------- what the workers say
+    # ------------------------------------------------------------------------------------- events of workers
 
     def worker_ready(self, worker: int, incarnation: int, ready: DeviceReady) -> None:
         """A process has opened its device."""
@@ -191,46 +191,46 @@ class Driver:
         self.apply(self.scheduler.need_workspace(worker, incarnation, need.call, needed))
 
     def worker_deferred(self, worker: int, incarnation: int, answer: CallDeferred) -> None:
-        """A process has given a call back, for want of room for its workspace."""
+        """A process has given a call back because there is no room for its workspace."""
         needed, now = answer.workspace_bytes, time.monotonic()
         self.apply(self.scheduler.deferred(worker, incarnation, answer.call, needed, now))
 
     def worker_missed_plan(self, worker: int, call: int) -> None:
-        """A process lacks the plan of a call that it was sent by number: it gets the call whole."""
+        """A process lacks the plan of a call that was sent by plan number: sends it the whole call."""
         ticket, process = self.tickets.get(call), self.fleet.process(worker)
         if ticket is None or not process.plans.missed(call):
-            return  # nothing that it was asked
+            return  # it was not sent this call with a plan's number
         _log.warning("request %s: %s lacks its plan", ticket.planned.request_id, self.fleet.names[worker])
         process.send(ticket.whole())
         if ticket.future is not None and ticket.future.done():
-            process.send(AbandonCall(call))  # it may have been told before it had the call
+            process.send(AbandonCall(call))  # it may have been told before it got the call
 
     def worker_found_workspace(self, worker: int, incarnation: int, answer: WorkspaceFound) -> None:
-        """A process has said what a call would need."""
+        """A process has reported how much workspace a call would need."""
         self.queries.take(answer)
 
     def worker_failing(self, worker: int, incarnation: int, failure: Failure) -> None:
-        """A process has said that its device failed, or did not open, and ends."""
+        """A process has reported that its device failed or did not open, and is about to end."""
         if failure.wrong:
             device = self.fleet.names[worker]
             self._observer.canaries_run(device, CanaryResult.MISMATCH.value, MOST_MISMATCHES)
         self.apply(self.scheduler.failing(worker, incarnation, failure, time.monotonic()))
 
     def worker_opening(self, worker: int, incarnation: int, stage: str) -> None:
-        """A process has come to another stage of opening its device."""
+        """A process has reached another stage of opening its device."""
         self.apply(self.scheduler.progress(worker, incarnation, stage, time.monotonic()))
 
     def worker_lost(self, worker: int, incarnation: int, reason: str, *, host: bool = False) -> None:
-        """A process has ended, or, where the host is to blame, could not be started."""
+        """A process has ended or, if `host` is true, could not be started because of the host."""
         self.queries.lost(worker, incarnation)
         if not self.closing:
             self._observer.worker_lost(self.fleet.names[worker], reason)
         self.apply(self.scheduler.lost(worker, incarnation, reason, time.monotonic(), host=host))
 
-    # --------------------------------------------------------------------------- what the scheduler decides
+    # ------------------------------------------------------------------------------ commands of the scheduler
 
     def apply(self, commands: Iterable[Command]) -> None:
-        """Carries out what the scheduler decided, and has it woken when it wants to be."""
+        """Carries out the scheduler's commands, and sets the timer for its next alarm."""
         for command in commands:
             if isinstance(command, ReleaseCall):
                 self.release(command.call)
@@ -244,7 +244,7 @@ class Driver:
 
     def _changed(self, command: DeviceChanged) -> None:
         if self.closing:
-            return  # its end is no news
+            return  # devices are expected to end
         status = self._status(command.worker)
         _log.info("%s: %s%s", status.name, status.state, f", {status.reason}" if status.reason else "")
         if status.state is not self._states.get(command.worker):
@@ -254,10 +254,10 @@ class Driver:
             callback()
 
     def _set_alarm(self, when: float) -> None:
-        """Has the scheduler woken sooner than it would be.
+        """Moves the scheduler's timer to an earlier time.
 
-        Never later: most alarms are of calls that end long before, and a timer that turns out to be too early
-        costs less than a new one for every call.
+        It is never moved later: most alarms belong to calls that end long before, and a timer that fires too
+        early costs less than a new one for every call.
         """
         self._cancel_alarm()
         self._alarm_s = when
@@ -273,7 +273,7 @@ class Driver:
         self.apply(self.scheduler.tick(time.monotonic()))
 
     def _carry_out(self, command: Command) -> None:
-        """Does what a command says."""
+        """Carries out one command."""
         if isinstance(command, StartCall):
             self._start(command)
         elif isinstance(command, CompleteCall):
@@ -299,7 +299,7 @@ class Driver:
             self._note(command)
 
     def _note(self, command: Command) -> None:
-        """Says what happened to a call that goes on, or to calls like it."""
+        """Reports what happened to a call that goes on, or to calls like it."""
         if isinstance(command, RequeueCall):
             self.completion.requeued(self.tickets[command.call], self.fleet.names[command.worker])
         elif isinstance(command, RedirectCall):
@@ -318,7 +318,7 @@ class Driver:
         self._observer.call_started(ticket.planned, device, command.attempt, command.queued_s)
 
     def _mismatched(self, check: ResultCheck, detail: str) -> None:
-        """The results of a call were wrong."""
+        """Tells the scheduler that the results of a call were wrong."""
         worker, number = check.worker, check.ticket.number
         now = time.monotonic()
         self.apply(self.scheduler.mismatched(worker, check.incarnation, number, detail, now))
@@ -332,20 +332,20 @@ class Driver:
             self._observer.workspace_asked(device, "refused" if command.message.final else "postponed")
 
     def release(self, number: int) -> None:
-        """No worker touches the operands of a call any more: their memory goes back."""
+        """Frees the operands of a call, which no worker touches any more."""
         ticket = self.tickets.pop(number)
         self._admission.operands.free(ticket.operands)
         if ticket.use is not None:
             self._admission.quotas.leave(ticket.use, ticket.inflight_bytes, waits=ticket.waits)
 
     def drop_operands(self, ticket: Ticket) -> None:
-        """The memory of the operands of a call that is done goes back before its results were taken."""
+        """Frees the operands of a completed call before its results are taken."""
         self._admission.operands.free(ticket.operands)
         ticket.give_back(ticket.operands.nbytes)
         ticket.operands = EMPTY
 
     def _make_room(self, command: MakeRoom) -> None:
-        """Has results leave the arena of a worker that nobody takes; if none can, looks again soon."""
+        """Has results that nobody takes leave a worker's arena; if none can, looks again soon."""
         arena = self.scheduler.workers[command.worker].outputs
         for ticket in self.tickets.values():
             if ticket.state.arena is arena and ticket.give_way is not None and ticket.give_way():
@@ -354,10 +354,10 @@ class Driver:
         if soon < self._alarm_s and not self.closing:
             self._set_alarm(soon)
 
-    # ------------------------------------------------------------------------------------ how devices stand
+    # ------------------------------------------------------------------------------------------------- status
 
     def devices(self) -> tuple[DeviceStatus, ...]:
-        """Every device, in the order of the settings."""
+        """Returns the status of every device, in the order of the settings."""
         return tuple(self._status(worker) for worker in range(len(self.fleet.devices)))
 
     def _status(self, index: int) -> DeviceStatus:
@@ -379,10 +379,10 @@ class Driver:
         )
 
     def abandon(self, error: Callable[[PlannedCall], NpugradError]) -> None:
-        """Gives every call inside an error, and is not woken any more; workers stay. Idempotent.
+        """Fails every call, and cancels the timer; workers keep running. Idempotent.
 
         Args:
-            error: Makes the error of a call.
+            error: Makes the error for a call.
         """
         self.closing = True
         self._cancel_alarm()
@@ -393,7 +393,7 @@ class Driver:
 
 
 def _next_try_s(worker: WorkerState) -> float | None:
-    """Seconds until a device that is down is tried again; 0 while it is."""
+    """Returns the seconds until a device that is down is tried again; 0 during the try."""
     if not worker.is_out or worker.damaged:
         return None
     return 0.0 if worker.alive or worker.alarm is None else max(0.0, worker.alarm - time.monotonic())

@@ -1,18 +1,18 @@
 """Weighted fair queueing: which tenant's call leaves the queue next.
 
-Start-time fair queueing in device seconds. Each tenant has a virtual time, at which its next call starts: a
-call moves it on by its seconds on the device, divided by the tenant's weight. The tenant whose virtual time
-is the least is next. So tenants with calls waiting get device time in proportion to their weights, whatever
-the number, labels and priorities of their calls. A start is charged with the seconds that the call is
-expected to take; when it comes off its worker, with what it took instead. A tenant without calls saves
-nothing up: it comes back at the virtual time of the queue, which is that of the last start.
+This is start-time fair queueing in device seconds. Each tenant has a virtual time, at which its next call
+starts; a call advances it by the call's seconds on the device, divided by the tenant's weight. The tenant
+with the lowest virtual time is next. So tenants with calls waiting get device time in proportion to their
+weights, whatever the number, labels and priorities of their calls. A call is charged its expected seconds
+when it starts; once it is off its worker, this is corrected to the seconds it took. A tenant without calls
+saves up no credit: it comes back at the queue's virtual time, which is that of the last start.
 
 Guarantees
-    - Work conserving: where any call may leave, one does.
-    - Between two tenants whose calls could run anywhere, the device seconds per weight that they got while
-      both had calls waiting differ by at most those of one call on each stream, and of one more.
-    - A tenant that waits is not kept waiting by others that come and go, however many.
-    - Within a tenant, the order of its `TenantQueue`.
+    - Work conserving: if any call may leave, one does.
+    - While two tenants whose calls could run anywhere both have calls waiting, the device seconds per weight
+      that they get differ by at most those of one call on each stream, plus one call.
+    - Tenants that come and go, however many, cannot starve a tenant that waits.
+    - A tenant's calls leave in the order of its `TenantQueue`.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ if TYPE_CHECKING:
     from npugrad_server.pool.tenant import Tenant
 
 NOMINAL_S = 1e-3
-"""Seconds that a call is expected to take before any was seen."""
+"""Seconds that a call is expected to take before any has been measured."""
 MAX_CREDIT_CALLS = 16
-"""The most that a tenant may be behind the queue, in calls such as its next one or, where they are longer,
-such as those of others that it waits for. What it could not use, for want of devices that run its calls, it
-does not get later at the cost of others."""
+"""How far a tenant may fall behind the queue, in calls as long as its next one or, if those are longer, as
+those of others that it waits for. Device time that it could not use, because no device ran its calls, is not
+made up for later at the cost of others."""
 MAX_TENANTS = 256
-"""Tenants without calls that are remembered, for what they owe."""
+"""Tenants kept at most; beyond this, those without calls are forgotten, and with them what they owe."""
 _SMOOTHING = 0.1
 """Weight of the newest call in the running mean of seconds."""
 _KEPT = 0.99
-"""What a call that comes off leaves of the longest seconds before it."""
+"""Factor by which the longest seconds decay with each call that comes off its worker."""
 
 _waits, _virtual_time = attrgetter("count"), attrgetter("virtual_s")
 
@@ -49,7 +49,7 @@ def _rank(call: Queueable) -> tuple[int, int]:
 
 
 class Chargeable(Queueable, Protocol):
-    """A call of a tenant, and what the queue notes of it."""
+    """A tenant's call, and what the queue records about it."""
 
     started_s: float
     """When it left the queue."""
@@ -63,7 +63,7 @@ class Chargeable(Queueable, Protocol):
 
     @property
     def expected_s(self) -> float:
-        """Device seconds it is expected to take; 0 where nothing is known of it."""
+        """Device seconds it is expected to take; 0 if unknown."""
         ...
 
 
@@ -75,12 +75,12 @@ class FairQueue(Generic[T]):
 
     Attributes:
         count: How many calls wait.
-        running: How many left and did not come off their workers.
+        running: How many left and are still on their workers.
     """
 
     def __init__(self) -> None:
         """Starts empty."""
-        # The tenant that was served the longest ago comes first.
+        # The least recently served tenant comes first.
         self._tenants: OrderedDict[str, TenantQueue[T]] = OrderedDict()
         self._virtual_s = self._last_s = 0.0
         self._mean_s = self._longest_s = NOMINAL_S
@@ -90,12 +90,12 @@ class FairQueue(Generic[T]):
         return self.count
 
     def __iter__(self) -> Iterator[T]:
-        """Every call that waits, in no promised order."""
+        """Yields every call that waits, in no particular order."""
         for queue in self._tenants.values():
             yield from queue
 
     def push(self, call: T, *, front: bool = False) -> None:
-        """Adds a call to its lane, at the end or, if it had left, at the front."""
+        """Adds a call at the end of its lane or, if it had left before (`front`), at the front."""
         queue = self._tenants.get(call.tenant.name)
         if queue is None:
             queue = self._join(call)
@@ -106,7 +106,7 @@ class FairQueue(Generic[T]):
         self.count += 1
 
     def _join(self, call: T) -> TenantQueue[T]:
-        """The queue of a new tenant: one call behind, or new ones could keep others waiting for ever."""
+        """Adds a new tenant's queue: one call behind, so that new tenants cannot starve the others."""
         if len(self._tenants) >= MAX_TENANTS:
             self._forget()
         cost_s = (call.expected_s or self._mean_s) / call.tenant.weight
@@ -114,24 +114,24 @@ class FairQueue(Generic[T]):
         return queue
 
     def _forget(self) -> None:
-        """Forgets tenants without calls: those that owe nothing, else the one served the longest ago."""
+        """Forgets tenants without calls: those that owe nothing, else the least recently served one."""
         idle = [name for name, queue in self._tenants.items() if not (queue.count or queue.running)]
         settled = [name for name in idle if self._tenants[name].virtual_s <= self._virtual_s]
         for name in settled or idle[:1]:
             del self._tenants[name]
 
     def in_turn(self, lets_pass: Callable[[T], bool]) -> Iterator[T]:
-        """The calls that may leave, in the order in which they should; of no use once one has left.
+        """Yields the calls that may leave, in the order in which they should; invalid once one has left.
 
         Args:
-            lets_pass: Whether calls of other kinds need not wait behind a call that cannot leave.
+            lets_pass: Returns whether calls of other kinds may pass a call that cannot leave.
         """
         queues = filter(_waits, self._tenants.values())
         for queue in sorted(queues, key=_virtual_time):
             yield from queue.in_turn(lets_pass)
 
     def take(self, call: T, now: float) -> None:
-        """Removes a call that starts, and charges its tenant with what it is expected to take."""
+        """Removes a call that starts, and charges its tenant its expected seconds."""
         name = call.tenant.name
         queue = self._tenants[name]
         queue.take(call)
@@ -148,7 +148,7 @@ class FairQueue(Generic[T]):
         self._virtual_s = max(self._virtual_s, start_s)
 
     def come_off(self, call: T, now: float) -> None:
-        """A call that started is off its worker, however it ended: its tenant pays for what it took."""
+        """Corrects the charge for a call that came off its worker, however it ended, to what it took."""
         queue = self._tenants[call.tenant.name]
         queue.running -= 1
         self.running -= 1
@@ -158,10 +158,10 @@ class FairQueue(Generic[T]):
         self._mean_s += _SMOOTHING * (used_s - self._mean_s)
         self._longest_s = max(used_s, _KEPT * self._longest_s)
         if not (self.count or self.running):
-            self._virtual_s = self._last_s  # nobody waits who could be paid back
+            self._virtual_s = self._last_s  # debts lapse: nobody waits who is owed time
 
     def last(self, tenant: str) -> T | None:
-        """The call of a tenant that would leave last: of its least priority, the newest one."""
+        """Returns the call of a tenant that would leave last: the newest one of its lowest priority."""
         queue = self._tenants.get(tenant)
         return min(queue, key=_rank, default=None) if queue is not None else None
 

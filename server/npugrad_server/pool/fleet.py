@@ -1,4 +1,4 @@
-"""The worker processes of all devices: started and ended when told, their words passed on."""
+"""The worker processes of all devices: starts and ends them on demand, and passes on their messages."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ _THREADS = 2
 _HANG_UP_S = 2.0
 """Seconds a worker has to end by itself when the pool closes."""
 _KILL_S = 10.0
-"""Seconds the kernel has to end a killed worker before nobody waits for it any more."""
+"""Seconds to wait for the kernel to end a killed worker."""
 
 
 class Events(Protocol):
-    """Who is told what happens to workers; every method is called on the event loop."""
+    """Receiver of the events of workers; every method is called on the event loop."""
 
     def worker_ready(self, worker: int, incarnation: int, ready: DeviceReady) -> None:
         """A process has opened its device."""
@@ -60,25 +60,25 @@ class Events(Protocol):
         """A process needs more workspace for a call than is set aside."""
 
     def worker_deferred(self, worker: int, incarnation: int, answer: CallDeferred) -> None:
-        """A process has given a call back, for want of room for its workspace."""
+        """A process has given a call back because there is no room for its workspace."""
 
     def worker_missed_plan(self, worker: int, call: int) -> None:
-        """The process of a device lacks the plan of a call."""
+        """A process lacks the plan of a call."""
 
     def worker_found_workspace(self, worker: int, incarnation: int, answer: WorkspaceFound) -> None:
-        """A process has said what a call would need."""
+        """A process has reported how much workspace a call would need."""
 
     def worker_ran_canary(self, worker: int, incarnation: int, answer: CanaryRun) -> None:
         """A process has run a canary."""
 
     def worker_failing(self, worker: int, incarnation: int, failure: Failure) -> None:
-        """A process has said that its device failed, or did not open, and ends."""
+        """A process has reported that its device failed or did not open, and is about to end."""
 
     def worker_opening(self, worker: int, incarnation: int, stage: str) -> None:
-        """A process has come to another stage of opening its device."""
+        """A process has reached another stage of opening its device."""
 
     def worker_lost(self, worker: int, incarnation: int, reason: str, *, host: bool = False) -> None:
-        """A process has ended, or, where the host is to blame, could not be started."""
+        """A process has ended or, if `host` is true, could not be started because of the host."""
 
 
 @dataclass
@@ -86,9 +86,9 @@ class Device:
     """One device of the fleet.
 
     Attributes:
-        name: What it is called.
+        name: Its name.
         process: Its worker; None while there is none.
-        info: What the last worker that was ready said of it.
+        info: What its last ready worker reported about it.
         spawning: Process being started, in a thread.
     """
 
@@ -110,7 +110,7 @@ class Fleet:
             settings: Sizes.
             names: The devices.
             inputs: Arena of the operands.
-            events: Who is told.
+            events: Receives the events.
         """
         self.devices = [Device(name) for name in names]
         self.names = tuple(name.name for name in names)
@@ -133,7 +133,7 @@ class Fleet:
         Args:
             worker: Its device.
             incarnation: Its number.
-            canary_rounds: How often every canary has to be right before it is ready.
+            canary_rounds: How many times every canary must be right before it is ready.
         """
         device = self.devices[worker]
         start = partial(
@@ -183,11 +183,11 @@ class Fleet:
         self.prefault(process.outputs)
 
     def _not_started(self, worker: int, incarnation: int, error: Exception) -> None:
-        """The host had no descriptor, memory, process or thread left."""
+        """Reports a failed start: the host had no descriptor, memory, process or thread left."""
         self._events.worker_lost(worker, incarnation, f"its worker process did not start: {error}", host=True)
 
     def kill(self, worker: int, incarnation: int) -> None:
-        """Ends a process at once; `worker_lost` follows after it was waited for."""
+        """Kills a process; `worker_lost` follows once it has been waited for."""
         device = self.devices[worker]
         if device.process is not None and device.process.incarnation == incarnation:
             device.process.kill()
@@ -195,7 +195,7 @@ class Fleet:
             device.spawning.add_done_callback(lambda _: self.kill(worker, incarnation))
 
     def process(self, worker: int) -> WorkerProcess:
-        """The process of a worker.
+        """Returns the process of a worker.
 
         Raises:
             RuntimeError: There is none.
@@ -206,7 +206,7 @@ class Fleet:
         return process
 
     def tell(self, worker: int, incarnation: int, message: Message) -> None:
-        """Says something to a process, if it is still there."""
+        """Sends a message to a process, if it still exists."""
         process = self.devices[worker].process
         if process is not None and process.incarnation == incarnation:
             process.send(message)
@@ -217,7 +217,7 @@ class Fleet:
         self._in_thread(work).add_done_callback(_log_failure)
 
     def let_go(self, arena: OutputArena) -> None:
-        """Ends one use of an output arena; the last one frees its memory, in a thread."""
+        """Removes a user of an output arena; the last one frees its memory, in a thread."""
         if not arena.release():
             return
         if self._closed:
@@ -231,7 +231,7 @@ class Fleet:
         future.add_done_callback(self._background.discard)
         return future
 
-    # -------------------------------------------------------------------------------------- what workers say
+    # --------------------------------------------------------------------------------- messages from workers
 
     def _received(  # noqa: C901 -- one branch for each kind of message
         self, worker: int, process: WorkerProcess, message: Message
@@ -269,7 +269,7 @@ class Fleet:
         self._events.worker_failing(worker, process.incarnation, Failure(reason))
 
     def _ended(self, worker: int, process: WorkerProcess, reason: str) -> None:
-        """It takes no calls any more, though what it has started may have to be ended yet."""
+        """Reports that a process takes no more calls, though its descendants may still be running."""
         if not self._closing:
             self._events.worker_failing(worker, process.incarnation, Failure(reason))
 
@@ -305,7 +305,7 @@ class Fleet:
         self._executor.shutdown()
 
     async def wait_for(self, processes: list[WorkerProcess]) -> None:
-        """Waits until processes have ended that were killed."""
+        """Waits until killed processes have ended."""
         await self._wait_for(processes, _KILL_S)
         for process in processes:
             if not process.exited.is_set():
@@ -330,7 +330,7 @@ def _failure(message: OpenFailed | DeviceFailed) -> Failure:
 
 
 def _make_executor() -> ThreadPoolExecutor:
-    """Threads that are all there: one that could not be started later would leave its work undone, unsaid.
+    """Makes an executor and starts all its threads: a failure to start one later would silently lose work.
 
     Raises:
         OSError: There is no thread left.

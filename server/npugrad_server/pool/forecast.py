@@ -1,9 +1,9 @@
-"""When a call would be done, were it let in now: what is ahead of it, what others go on sending, its time.
+"""Predicts when a call admitted now would be done, from waiting work, others' rates and its run time.
 
-Tenants share the devices by weight, so that a call waits for the work of its own tenant that is ahead of it
-and, meanwhile, for what others get done: at most their shares, and at most what they have waiting and send.
-Only looking at what waits would promise too much while the queues of heavier tenants fill up, which they do
-for seconds when these ask for little more than their shares.
+Tenants share the devices by weight. So a call waits for its own tenant's work ahead of it and, meanwhile, for
+what each other tenant gets done: at most its share, and at most what it has waiting and goes on sending.
+Considering only what waits would promise too much while the queues of tenants with larger weights fill up,
+which takes seconds if these ask for little more than their shares.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ if TYPE_CHECKING:
 _MEMORY_S = 3.0
 """Time constant of the rate at which a tenant sends."""
 _LEAST_AGE_S = 0.25
-"""As far as its rate is concerned, a tenant that began to send just now has done so for this long."""
+"""A tenant's rate is computed as if it had been sending for at least this long."""
 _FORGOTTEN_S = 10 * _MEMORY_S
 MAX_LOADS = 1024
-"""Tenants without a call waiting that are remembered."""
+"""Loads kept at most; beyond this, some without a call waiting are forgotten."""
 _RATE_MARGIN = 1.1
-"""Others may send so much more than they lately did."""
+"""Factor by which other tenants may send more than they recently did."""
 _WAIT_MARGIN = 1.25
-"""A promise allows for so much more than the expected wait: a host has other work now and then, and all runs
-slower for a second or two. Where more is sent than can be done, it costs no throughput."""
+"""Factor on the expected wait that a promise allows for: a host has other work now and then, and everything
+runs slower for a second or two. Under overload, this costs no throughput."""
 _ROUNDS = 4
-"""Of the approximation of a wait, each of which brings it down towards the right one."""
+"""Iterations when approximating a wait; each brings it down towards the right one."""
 _LEAST_RETRY_S, _MOST_RETRY_S = 0.1, 30.0
-"""Of what a caller is asked to wait before it comes again."""
+"""Bounds on the seconds that a caller is asked to wait before it tries again."""
 _LEAST_LEFT = 0.1
-"""Part of its expected time that a running call has left when it should be over."""
+"""Fraction of its expected time that a running call is assumed to have left when it is overdue."""
 _SMOOTHING = 0.05
 """Weight of the newest call in a running mean."""
 
@@ -51,14 +51,14 @@ class TenantLoad:
     """Work of one tenant and kind, in seconds of a stream.
 
     Attributes:
-        tenant: Whose.
-        kind: Operator and deterministic mode, which its devices are chosen by.
-        lanes: Seconds that wait, and how many calls, by priority and label.
-        queued_s: All of them together.
+        tenant: The tenant.
+        kind: Operator and deterministic mode, by which devices are chosen.
+        lanes: Seconds of waiting work and number of waiting calls, by priority and label.
+        queued_s: Seconds of waiting work in all lanes.
         queued: How many calls wait.
-        sent_s: What was sent, each second of it the less the longer ago.
-        sent_at: When that was brought up to date.
-        since: When it began to send.
+        sent_s: Seconds of work sent, decaying exponentially with age.
+        sent_at: When `sent_s` was last updated.
+        since: When the tenant began to send.
     """
 
     tenant: Tenant
@@ -73,7 +73,7 @@ class TenantLoad:
     since: float = 0.0
 
     def rate(self, now: float) -> float:
-        """Seconds of work that it sends in a second, those refused included."""
+        """Returns the seconds of work that it sends per second, refused calls included."""
         age_s = max(now - self.since, _LEAST_AGE_S)
         sent_s = self.sent_s * math.exp((self.sent_at - now) / _MEMORY_S)
         return sent_s / (_MEMORY_S * (1 - math.exp(-age_s / _MEMORY_S)))
@@ -81,17 +81,17 @@ class TenantLoad:
 
 @dataclass
 class Prediction:
-    """What is expected of a call that has just come.
+    """The prediction for a call that has just arrived.
 
     Attributes:
         wait_s: Seconds until it would start.
-        run_s: Seconds it would run on the average; 0.0 where unknown.
-        expected_s: Seconds it would keep a stream, handing over included; 0.0 where unknown.
-        longest_wait_s: Seconds until it would start, for nearly all such calls.
-        longest_run_s: Seconds it would keep a stream, for 99 of 100 such calls; 0.0 where unknown.
-        is_probe: Whether it is let in to learn how long such calls take, although that is expected to be too
-            long.
-        is_wait_known: Whether it could start at once, or what is ahead of it is known.
+        run_s: Mean seconds that it would run; 0.0 if unknown.
+        expected_s: Seconds that it would occupy a stream, handover included; 0.0 if unknown.
+        longest_wait_s: Seconds within which nearly all such calls would start.
+        longest_run_s: Seconds of a stream that 99 of 100 such calls would not exceed; 0.0 if unknown.
+        is_probe: Whether it is admitted to learn how long such calls take, although it is expected to take
+            too long.
+        is_wait_known: Whether it could start at once, or the work ahead of it is known.
     """
 
     wait_s: float
@@ -104,16 +104,16 @@ class Prediction:
 
     @property
     def longest_s(self) -> float:
-        """Seconds until it is done, for nearly all such calls."""
+        """Seconds within which nearly all such calls would be done."""
         return self.longest_wait_s + self.longest_run_s
 
     @property
     def retry_after_s(self) -> float:
-        """Seconds after which its tenant's turn would come, for one who is told to come again."""
+        """Seconds until its tenant's turn would come, for a caller that is told to try again."""
         return min(max(self.wait_s, _LEAST_RETRY_S), _MOST_RETRY_S)
 
     def __str__(self) -> str:
-        """What was found, for an error's message."""
+        """Describes the prediction, for an error message."""
         return (
             f"found {self.longest_s:.3g} s predicted, {self.longest_wait_s:.3g} s of waiting and "
             f"{self.longest_run_s:.3g} s of running"
@@ -124,10 +124,10 @@ UNKNOWN_PREDICTION = Prediction(0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 class Forecast:
-    """Predicts waits and run times; part of the scheduler, which tells it what waits and what was done.
+    """Predicts waits and run times; part of the scheduler, which tells it of waiting and completed calls.
 
     Attributes:
-        run_times: What was learned of run times.
+        run_times: Learned run times.
     """
 
     def __init__(self, workers: Sequence[WorkerState], eligibility: EligibilityTable) -> None:
@@ -145,29 +145,29 @@ class Forecast:
 
     @property
     def queued_s(self) -> float:
-        """Seconds of a stream that the calls which wait are expected to take."""
+        """Seconds of a stream that all waiting calls are expected to take."""
         return sum(load.queued_s for load in self._loads.values())
 
-    # ------------------------------------------------------------------------------------------- what happens
+    # ------------------------------------------------------------------------------------------------- events
 
     def learn(self, call: CallState, device: int, seconds: float, now: float) -> None:
-        """A call was done.
+        """Learns from a completed call.
 
         Args:
             call: The call.
             device: Index of its device.
-            seconds: What its worker spent on it.
-            now: When.
+            seconds: Time its worker spent on it.
+            now: Current time.
         """
         if call.work is not None:
             self.run_times.learn(device, call.work, seconds, now)
         self._mean_s += _SMOOTHING * (seconds - self._mean_s) if self._mean_s else seconds
-        # Between two calls a stream waits for messages and for the loop that sends them.
+        # Between two calls, a stream waits for messages and for the event loop that sends them.
         between_s = min(max(now - call.started_s - seconds, 0.0), seconds + 0.01)
         self._turnaround_s += _SMOOTHING * (between_s - self._turnaround_s)
 
     def queued(self, call: CallState) -> None:
-        """A call has to wait."""
+        """Counts a call that has to wait."""
         load = self._load(call.tenant, call.kind, call.submitted_s)
         call.queued_s = call.expected_s or self._mean_s
         lane = load.lanes[call.priority, call.label]
@@ -178,7 +178,7 @@ class Forecast:
         self._queued += 1
 
     def unqueued(self, call: CallState) -> None:
-        """A call that had to wait does so no longer."""
+        """Stops counting a call as waiting."""
         if call.queued_s is None:
             return
         load, key = self._loads[call.tenant.name, call.kind], (call.priority, call.label)
@@ -192,7 +192,7 @@ class Forecast:
         self._queued -= 1
         call.queued_s = None
 
-    # ------------------------------------------------------------------------------------------- what will be
+    # -------------------------------------------------------------------------------------------- predictions
 
     def predict(
         self,
@@ -204,15 +204,15 @@ class Forecast:
         *,
         sent: bool = True,
     ) -> Prediction:
-        """When a call would be done that has just come.
+        """Predicts when a call that has just arrived would be done.
 
         Args:
             tenant: Whose call it is.
             kind: Its operator and deterministic mode.
             work: Its size.
-            now: When it came.
+            now: When it arrived.
             lane: Its priority and label.
-            sent: Whether the tenant sends it, and does not just ask.
+            sent: Whether the tenant sends it, rather than just asking for a prediction.
         """
         devices, indices, is_free = [], [], False
         for worker in self._eligibility[kind].preferred:
@@ -225,7 +225,7 @@ class Forecast:
         expected_s = run_s + turnaround_s
         load = self._loads.get((tenant.name, kind))
         if load is None or load.tenant is not tenant or now - load.sent_at > _FORGOTTEN_S:
-            # Who only asks does not begin to send.
+            # A tenant that only asks does not begin to send.
             load = self._load(tenant, kind, now) if sent else load or TenantLoad(tenant, kind)
         if sent:
             load.sent_s = load.sent_s * math.exp((load.sent_at - now) / _MEMORY_S)
@@ -242,14 +242,14 @@ class Forecast:
         )
 
     def probe(self, kind: tuple[str, bool], work: WorkSize, now: float) -> bool:
-        """Whether one call may be let in that is expected to run for too long; see `RunTimes.doubt`."""
+        """Whether to admit one call although it is expected to run too long; see `RunTimes.doubt`."""
         return self.run_times.doubt((worker.index for worker in self._ready(kind)), work, now)
 
     def why_late(self, call: CallState, ready: Sequence[WorkerState], now: float) -> tuple[str, str] | None:
-        """Why a call that could start would miss its deadline on every device that is ready for it.
+        """Checks whether a call that could start would miss its deadline on every device ready for it.
 
         Returns:
-            Row of the error table and what happened; None when it would not.
+            Row of the error table and what happened; None if it would not.
         """
         if call.deadline_s is None or not ready or not all(self.is_late_on(w, call, now) for w in ready):
             return None
@@ -267,18 +267,18 @@ class Forecast:
         return bound_s > 0 and now + bound_s > call.deadline_s
 
     def finish_on(self, worker: WorkerState, call: CallState, now: float) -> float:
-        """Seconds until a call would be done on a device that has a stream for it; 0.0 where unknown.
+        """Returns the seconds until a call would be done on a device with a free stream; 0.0 if unknown.
 
-        Calls that run there slow each other down, or will keep others waiting. A device that has run only
-        few such calls, or none for long, counts as unknown: its first ones may have paid for what later ones
-        find ready, and a device that is not chosen does not show what it can do.
+        The calls running there count too: they slow each other down, or will keep others waiting. A device
+        that has run only a few such calls, or none recently, counts as unknown: its first calls may include
+        one-time setup, and a device that is never chosen cannot show what it can do.
         """
         if call.work is None or not self.run_times.is_known(worker.index, call.work, now):
             return 0.0
         return self._run_on(worker, call)[0] + self._running_s((worker,), now) / worker.spec.streams
 
     def passes_over(self, device: int, call: CallState) -> bool:
-        """Whether a call may pass over a device whose finish is known, and later than that of others."""
+        """Whether a call may pass over a device that is known to finish it later than others would."""
         return call.work is not None and self.run_times.pass_over(device, call.work)
 
     def _run_on(self, worker: WorkerState, call: CallState) -> tuple[float, float]:
@@ -295,10 +295,10 @@ class Forecast:
         devices: Sequence[WorkerState],
         now: float,
     ) -> float:
-        """Seconds until a call would start, all streams being busy; 0.0 where no device is ready.
+        """Returns the seconds until a call would start, if all streams are busy; 0.0 if no device is ready.
 
-        Its turn comes when its tenant has had the devices for what is ahead of it and for itself, by when
-        each other tenant has had its share for as long, or all that it had waiting and sent.
+        Its turn comes once its tenant has had device time for the work ahead of it and for the call itself.
+        By then each other tenant has had its share for as long, or all the work that it had waiting and sent.
         """
         streams = sum(worker.spec.streams for worker in devices)
         if not streams:
@@ -331,7 +331,7 @@ class Forecast:
         return left_s
 
     def _others(self, load: TenantLoad, devices: Sequence[WorkerState], now: float) -> list[TenantLoad]:
-        """What competes for some devices; forgets what has not been heard of for long."""
+        """Returns the loads that compete for some devices; forgets those inactive for long."""
         found, forgotten = [], []
         for key, other in self._loads.items():
             if not other.queued and now - other.sent_at > _FORGOTTEN_S:
@@ -374,7 +374,7 @@ class Forecast:
 
 
 def _ahead(load: TenantLoad, lane: tuple[int, str], own_s: float) -> float:
-    """Seconds of its own tenant's work that start before a call that has just come, by priority and label."""
+    """Returns the seconds of its tenant's work that priority and label put ahead of an arriving call."""
     priority, label = lane
     own = load.lanes.get(lane, (0.0, 0))[0]
     ahead_s = own

@@ -25,11 +25,11 @@ class Heartbeat:
     """Watches the workers that are ready. On the pool's event loop."""
 
     def __init__(self, timeout_s: float, on_silence: Callable[[WorkerProcess], None]) -> None:
-        """Watches none yet.
+        """Watches no worker yet.
 
         Args:
             timeout_s: Seconds of silence after which a worker counts as hung.
-            on_silence: Called once with a worker that does; it is not watched any more.
+            on_silence: Called once with a worker that counts as hung; it is no longer watched then.
         """
         self._pause_s = timeout_s / MISSED_PINGS
         self._on_silence = on_silence
@@ -37,22 +37,22 @@ class Heartbeat:
         self._timer: asyncio.TimerHandle | None = None
 
     def watch(self, process: WorkerProcess) -> None:
-        """Begins to ask a worker."""
+        """Starts pinging a worker."""
         self._unanswered[process] = 0
         if self._timer is None:
             self._wait()
 
     def heard(self, process: WorkerProcess) -> None:
-        """A worker has said something."""
+        """Notes that a worker has sent a message."""
         if process in self._unanswered:
             self._unanswered[process] = 0
 
     def forget(self, process: WorkerProcess) -> None:
-        """A worker has ended."""
+        """Stops pinging a worker."""
         self._unanswered.pop(process, None)
 
     def stop(self) -> None:
-        """Asks nobody any more."""
+        """Stops pinging all workers."""
         self._unanswered.clear()
         if self._timer is not None:
             self._timer.cancel()
@@ -61,7 +61,7 @@ class Heartbeat:
         self._timer = asyncio.get_running_loop().call_later(self._pause_s, self._ask)
 
     def _ask(self) -> None:
-        # The loop hands out what workers have said before it comes here, however late that is.
+        # However late this runs, the event loop has delivered pending messages of workers first.
         for process, count in list(self._unanswered.items()):
             if count == MISSED_PINGS:
                 self.forget(process)

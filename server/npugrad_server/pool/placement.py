@@ -1,16 +1,17 @@
-"""Placement: which devices may take a call, which of them does, and what the calls on workers hold.
+"""Placement: which devices may take a call, which one does, and what the calls on workers hold.
 
-Every budget is changed here alone.
+All budgets are changed only here.
 
 Guarantees
     - Calls on a worker never hold more of its own memory, or of the host's, than there is.
-    - What a call holds goes back once, when it leaves its worker, however it leaves it.
+    - What a call holds is freed once, when it leaves its worker for whatever reason.
     - A call whose workspace was refused is placed only where there is room for all of it.
-    - A call is never on a device that lacks its operator, nor a deterministic one where nothing is; nor is
-      such a device reserved for it. A call that asks for no determinism is on a device that is always
-      deterministic only if no other one that has its operator is ready.
-    - A call that a device could not take goes to another one as long as one is ready that could hold it, and
-      to one that is not exhausted itself before one that is.
+    - A call is never placed on a device that lacks its operator, nor a deterministic call on a device that
+      cannot run it deterministically; nor is such a device reserved for it. A call that does not ask for
+      determinism goes to a device that is always deterministic only if no other device that has its operator
+      is ready.
+    - A call that a device could not take goes to another one as long as a ready one could hold it, and to an
+      exhausted one only if there is no other.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ if TYPE_CHECKING:
 MAX_OVERTAKEN = 16
 """Calls that may overtake one that waits for room before a worker is reserved for it."""
 SIMILAR = 1.25
-"""Devices whose expected times are within this factor of the least one take turns: a device that is passed
-over for a small difference would never get the calls that show it has become the quicker one."""
+"""Devices whose expected times are within this factor of the shortest take turns: a device passed over for a
+small difference would never get the calls that show that it has become the faster one."""
 
 
 class Reservation:
-    """A worker kept free for a call that was overtaken too often for want of room: at most one at a time.
+    """A worker kept free for a call that lacked room and was overtaken too often; at most one at a time.
 
-    It lapses when its worker is not ready any more, or is again without the operator.
+    It lapses when the worker is no longer ready, or can no longer run the call.
     """
 
     def __init__(self) -> None:
@@ -46,13 +47,13 @@ class Reservation:
         self._held: tuple[CallState, WorkerState] | None = None
 
     def reserve(self, call: CallState, workers: Iterable[WorkerState]) -> None:
-        """Reserves one of the workers, all of which can run it, for a call that was overtaken too often."""
+        """Reserves one of the workers, all able to run it, for a call that was overtaken too often."""
         if call.overtaken < MAX_OVERTAKEN:
             return
         ready = [worker for worker in workers if worker.state is DeviceState.READY]
         held = self._current()
         stays = held is not None and not _goes_before(call, held[0])
-        # The worker may not be the right one any more.
+        # A call's own reservation moves if its worker is not among those given any more.
         if held is not None and stays and (held[0] is not call or held[1] in ready):
             return
         if ready:
@@ -62,7 +63,7 @@ class Reservation:
             self._held = (call, best)
 
     def bars(self, call: CallState, worker: WorkerState) -> bool:
-        """Whether the worker is reserved for another call that this one does not go before."""
+        """Whether a reservation for another call, which this one may not override, bars the worker."""
         held = None if self._held is None else self._current()
         if held is None or held[0] is call or _goes_before(call, held[0]):
             return False
@@ -71,7 +72,7 @@ class Reservation:
         return worker is reserved or same_memory
 
     def release(self, call: CallState) -> None:
-        """The call does not wait any more."""
+        """Drops the reservation for a call that no longer waits."""
         if self._held is not None and self._held[0] is call:
             self._held = None
 
@@ -84,23 +85,23 @@ class Reservation:
 
 
 def _goes_before(call: CallState, held: CallState) -> bool:
-    """Whether a call may take what is reserved for another one: a higher priority counts within a tenant."""
+    """Whether a call may override another's reservation: only by a higher priority within one tenant."""
     return call.priority > held.priority and call.tenant.name == held.tenant.name
 
 
 @dataclass(frozen=True)
 class Eligibility:
-    """Which devices calls of one operator and mode may go to, as long as none of them changes.
+    """Which devices calls of one operator and mode may go to; valid until a device changes.
 
     Attributes:
-        refusal: Row of the error table and why no device runs such calls; None when one does, or may once
+        refusal: Row of the error table and why no device runs such calls; None if one does, or may once
             ready.
-        most_bytes: The most of a device's own memory that such a call can have; None where it has no bound,
-            or not yet.
+        most_bytes: The most of a device's own memory that such a call can get; None if unbounded, or not
+            known yet.
         eligible: Devices that run such calls, or may once they are ready.
-        preferred: Those of them that such calls go to: any mode will do for a call that asks for none.
-        is_confined: Whether some device that is ready is not one of those.
-        is_bounded: Whether one of them has memory of its own.
+        preferred: Those of them that such calls go to: devices whose mode suits if one is ready, else any.
+        is_confined: Whether some ready device is not among the preferred ones.
+        is_bounded: Whether any device has memory of its own.
     """
 
     refusal: tuple[str, str] | None
@@ -112,13 +113,13 @@ class Eligibility:
 
 
 class EligibilityTable(dict[tuple[str, bool], Eligibility]):
-    """The eligible devices as they are, by operator and mode; `clear` belongs to every change of one.
+    """Cache of the eligible devices by operator and mode; `clear` it whenever a device changes.
 
-    There are as many as operators and modes that calls have come with.
+    It holds one item for each operator and mode that calls have come with.
     """
 
     def __init__(self, workers: Sequence[WorkerState]) -> None:
-        """Knows none yet.
+        """Starts empty.
 
         Args:
             workers: The devices.
@@ -127,12 +128,12 @@ class EligibilityTable(dict[tuple[str, bool], Eligibility]):
         self._workers = workers
 
     def __missing__(self, kind: tuple[str, bool]) -> Eligibility:
-        """For calls of an operator and mode that nobody has asked for since."""
+        """Computes and caches the eligibility for an operator and mode."""
         self[kind] = found = self.fresh(*kind)
         return found
 
     def fresh(self, operator: str, deterministic: bool) -> Eligibility:
-        """The same, found anew."""
+        """Computes the eligibility for an operator and mode."""
         eligible = tuple(worker for worker in self._workers if worker.runs(operator, deterministic))
         suiting = tuple(worker for worker in eligible if worker.deterministic in (None, deterministic))
         is_ready = any(worker.state is DeviceState.READY for worker in suiting)
@@ -148,7 +149,7 @@ class EligibilityTable(dict[tuple[str, bool], Eligibility]):
         )
 
     def why_unavailable(self, operator: str) -> str:
-        """Why no device can run an operator; empty when one can, or may once it is ready."""
+        """Returns why no device can run an operator; empty if one can, or may once it is ready."""
         reasons = [worker.why_unavailable(operator) for worker in self._coming()]
         return "; ".join(dict.fromkeys(reasons)) if all(reasons) else ""
 
@@ -166,12 +167,12 @@ class EligibilityTable(dict[tuple[str, bool], Eligibility]):
         )
 
     def _coming(self) -> list[WorkerState]:
-        """Devices that are ready, or may be one day."""
+        """Returns the devices that are ready, or may become so."""
         return [worker for worker in self._workers if not worker.damaged]
 
 
 def most_bytes(workers: Sequence[WorkerState]) -> int | None:
-    """The most memory of its own that one of them has; None when one has no bound, or none yet."""
+    """Returns the largest own memory of the devices; None if one's is unbounded, or not known yet."""
     found = [worker.memory_bytes for worker in workers if worker.memory_bytes is not None]
     return max(found, default=0) if len(found) == len(workers) else None
 
@@ -181,8 +182,8 @@ class Placement:
 
     Attributes:
         reservation: The worker that is kept free for a call that waits too long.
-        running: Calls on workers, those that nobody waits for included.
-        crowded: Workers that could have taken a call, were there room for its results.
+        running: Calls on workers, orphaned ones included.
+        crowded: Workers that could have taken a call if they had had room for its results.
         eligibility: Which devices calls may go to, by operator and mode.
         forecast: When calls would be done.
     """
@@ -204,14 +205,14 @@ class Placement:
         self.crowded: set[int] = set()
         self._starts = 0
 
-    # -------------------------------------------------------------------------------------------- what can be
+    # ------------------------------------------------------------------------------------------ possibilities
 
     def worker_changed(self) -> None:
-        """A device has come into another state, or is found to be another one than before."""
+        """Forgets the eligible devices, because one has changed its state or its properties."""
         self.eligibility.clear()
 
     def why_never(self, call: CallState) -> tuple[str, str] | None:
-        """Why a call can run nowhere now: row of the error table and what happened; None when it may."""
+        """Returns a row of the error table and why a call can run nowhere now; None if it may run."""
         devices = self.eligibility[call.kind]
         if devices.refusal is not None:
             return devices.refusal
@@ -227,38 +228,36 @@ class Placement:
         return "NO_DEVICE", "the devices that may run it are down"
 
     def why_late(self, call: CallState, now: float) -> tuple[str, str] | None:
-        """Why a call that could start would be done too late wherever it can go; None when it would not."""
+        """Returns why a call that could start would be late on every device it can go to, or None."""
         ready = [worker for worker in self._targets(call) if worker.state is DeviceState.READY]
         return self.forecast.why_late(call, ready, now)
 
     def is_confined(self, call: CallState) -> bool:
-        """Whether some device that is ready is not for it, so that those of another kind may pass it."""
+        """Whether some ready device is not for this call, so that calls of another kind may pass it."""
         return self.eligibility[call.kind].is_confined
 
     def has_other(self, call: CallState) -> bool:
-        """Whether a device is ready that could take a call which one could not."""
+        """Whether another ready device could take a call that one device could not take."""
         return bool(self._others(call))
 
     def _choices(self, call: CallState) -> Sequence[WorkerState]:
-        """Devices that a call may go to, now or once they are ready."""
+        """Returns the devices that a call may go to, now or once they are ready."""
         if call.declined_by is not None and (others := self._others(call)):
             return others
         devices = self.eligibility[call.kind]
         if not devices.is_bounded or any(w.could_hold(call.device_bytes) for w in devices.preferred):
             return devices.preferred
-        return (
-            devices.eligible
-        )  # where its own kind of device is too small, one that keeps another mode will do
+        return devices.eligible  # if the preferred ones are too small, one that keeps another mode will do
 
     def _others(self, call: CallState) -> list[WorkerState]:
-        """Where a call goes that a device could not take; none for other calls."""
+        """Returns where a call that a device could not take may go; none for other calls."""
         if call.declined_by is None:
             return []
         ready = [w for w in self._workers if w.state is DeviceState.READY and not w.has_declined(call)]
         return [w for w in ready if w.may_run(call) and w.could_hold(call.device_bytes)]
 
     def _targets(self, call: CallState) -> Sequence[WorkerState]:
-        """Those of its choices worth waiting for."""
+        """Returns the choices that are worth waiting for."""
         devices = self.eligibility[call.kind]
         if call.declined_by is None and not devices.is_bounded:
             return devices.preferred
@@ -267,13 +266,13 @@ class Placement:
         targets = [worker for worker in choices if worker.could_hold(wanted)] or choices
         if call.declined_by is None:
             return targets
-        # It has one try more: not where it would most likely be declined again.
+        # It has one more try: not where it would most likely be declined again.
         return [worker for worker in targets if not worker.exhausted] or targets
 
     # ------------------------------------------------------------------------------------------- on and off
 
     def place(self, call: CallState, now: float) -> WorkerState | None:
-        """Puts a call on the best worker with room for it, its memory taken; None when none has room now."""
+        """Puts a call on the best worker with room and takes its memory; None if none has room now."""
         for worker in self._by_rank(call, now):
             workspace, device_bytes = None, 0
             if worker.memory_bytes is not None:
@@ -293,7 +292,7 @@ class Placement:
         return None
 
     def _by_rank(self, call: CallState, now: float) -> list[WorkerState]:
-        """The workers that a call may join now, the best first."""
+        """Returns the workers that a call may join now, the best first."""
         choices = []
         targets = self._targets(call)
         for worker in targets:
@@ -308,7 +307,7 @@ class Placement:
                 index: seconds if seconds > similar_s and self.forecast.passes_over(index, call) else 0.0
                 for index, seconds in finish_s.items()
             }
-            # A device that fails calls at once would else be the least busy one.
+            # Losses first: otherwise a device that fails calls at once would look the least busy.
             choices.sort(
                 key=lambda worker: (
                     call.worker_losses[worker.index],
@@ -321,12 +320,12 @@ class Placement:
         return choices
 
     def _workspace_of(self, call: CallState, memory_bytes: int) -> int:
-        """Workspace to set aside for a call on a device that has so much memory of its own."""
+        """Returns the workspace to set aside for a call on a device with so much memory of its own."""
         expected = self._expected(call)
         wanted = call.device_bytes + workspace_footprint(expected)
         if any(choice.could_hold(wanted) for choice in self._choices(call)):
             return expected
-        # What was learned may be true no more. It gets all there is, and its first phase has the last word.
+        # What was learned may be outdated. It gets all there is, and its first phase has the last word.
         return largest_workspace(memory_bytes - call.device_bytes)
 
     def _expected(self, call: CallState) -> int:
@@ -354,13 +353,13 @@ class Placement:
         return call
 
     def wait(self, call: CallState) -> None:
-        """There is no room for a call now: some may have to be reserved for it."""
+        """Notes that there is no room for a call now, and reserves a worker if it was overtaken too often."""
         self.reservation.reserve(call, self._targets(call))
 
     # --------------------------------------------------------------------------------------------- workspaces
 
     def learn(self, call: CallState, nbytes: int) -> None:
-        """A device said how much workspace a call needs."""
+        """Learns how much workspace a call needs, as a device reported."""
         if call.workspace_key is not None:
             self._workspaces.learn(call.workspace_key, nbytes)
 
@@ -369,7 +368,7 @@ class Placement:
     ) -> WorkspaceGranted | WorkspaceRefused:
         """Sets aside all the workspace that a running call needs, if there is room for it now."""
         if call.set_aside_bytes is None:
-            return WorkspaceGranted(call.id)  # nobody counts it
+            return WorkspaceGranted(call.id)  # its workspace is not counted
         self.learn(call, nbytes)
         call.too_large = False
         wanted = call.device_bytes + workspace_footprint(nbytes)

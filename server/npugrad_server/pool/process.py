@@ -1,10 +1,10 @@
 """One worker process as the pool sees it: start, talk, end, wait.
 
 Guarantees
-    - `on_end` is called as soon as the process has ended, unless it has said why: it takes no calls any more.
-    - `on_exit` is called exactly once, after the process and all it had started have ended: from then on they
-      write nothing, and hold neither memory nor device.
-    - What the process had said before it ended is delivered first.
+    - `on_end` is called as soon as the process has ended, unless it reported why: it takes no more calls.
+    - `on_exit` is called exactly once, after the process and all its descendants have ended: from then on
+      they write nothing, and hold neither memory nor device.
+    - Messages that the process sent before it ended are delivered first.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _DESCENDANTS_S = 5.0
-"""Seconds the kernel has to end what a worker left behind before nobody waits for it any more."""
+"""Seconds to wait for the kernel to end the descendants that a worker left behind."""
 _THREAD_SETTINGS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 class WorkerProcess:
-    """A process, its socket and its output arena. Made in a thread, then used on one event loop.
+    """A process, its socket and its output arena. Created in a thread, then used on one event loop.
 
     Attributes:
         device: Name with options.
         incarnation: Number of this process among those of the device.
         exited: Set after everything has ended.
         outputs: Its output arena.
-        plans: What it was brought that later calls can name.
+        plans: Plans sent to it, which later calls can refer to by number.
     """
 
     def __init__(
@@ -76,12 +76,12 @@ class WorkerProcess:
             incarnation: Number of this process among those of the device.
             inputs: Arena of the operands.
             output_arena_bytes: Size of its results' arena.
-            threads: Processors' worth of threads for linear algebra, unless the environment says.
+            threads: Number of linear algebra threads, unless the environment sets one.
             print_fd: Descriptor that it prints to.
             module: Module that it runs.
 
         Raises:
-            OSError: No process, memory or descriptor is left.
+            OSError: The host is out of processes, memory or descriptors.
         """
         self.device = device
         self.incarnation = incarnation
@@ -110,7 +110,7 @@ class WorkerProcess:
     def _spawn(
         self, module: str, theirs: socket.socket, threads: int, print_fd: int
     ) -> subprocess.Popen[bytes]:
-        # Libraries look at different ones first, so one that is set counts for all of them.
+        # Libraries prefer different variables, so one that is set fills in for those that are not.
         given = next((os.environ[name] for name in _THREAD_SETTINGS if name in os.environ), str(threads))
         environment = dict.fromkeys(_THREAD_SETTINGS, given) | dict(os.environ) | {MARK: self._mark}
         return start_child(
@@ -119,9 +119,9 @@ class WorkerProcess:
                 pass_fds=(theirs.fileno(), self._inputs.worker_fd, self.outputs.fd),
                 env=environment,
                 stdin=subprocess.DEVNULL,
-                stdout=print_fd,  # what a library prints must not get into the output of a command line
+                stdout=print_fd,  # a library's prints must not mix with a command's output
                 stderr=print_fd,
-                # Ctrl-C at a terminal is for the server, which then drains; what it starts is of its group.
+                # Ctrl-C must reach only the server, which then drains; the worker's children join its group.
                 start_new_session=True,
             )
         )
@@ -137,15 +137,15 @@ class WorkerProcess:
         on_exit: Callable[[str], None],
         on_end: Callable[[str], None] | None = None,
     ) -> None:
-        """Begins to listen, on the running event loop.
+        """Starts listening, on the running event loop.
 
         Args:
             on_message: Called with every message.
-            on_exit: Called at the very end with how the process ended, for a person.
-            on_end: Called as soon as it has ended, if it has not said why, with how.
+            on_exit: Called last, with a readable description of how the process ended.
+            on_end: Called with such a description as soon as it has ended, unless it reported why.
 
         Raises:
-            RuntimeError: No thread is left to wait for the process.
+            RuntimeError: No thread can be started to wait for the process.
         """
         self._loop = asyncio.get_running_loop()
         self._on_message, self._on_exit, self._on_end = on_message, on_exit, on_end
@@ -154,7 +154,7 @@ class WorkerProcess:
         self._waiter.start()
 
     def open(self, settings: PoolSettings, canary_rounds: int = 1) -> None:
-        """Asks it to take its device; the answer comes as a message."""
+        """Tells it to open its device; the answer comes as a message."""
         message = OpenDevice(
             device=self.device,
             product=settings.product.value,
@@ -171,37 +171,37 @@ class WorkerProcess:
         self.send(message)
 
     def send(self, message: Message, descriptor: int | None = None) -> None:
-        """Sends a message, with a descriptor if one is given; a process that cannot take it is ended."""
+        """Sends a message, with a descriptor if one is given; kills a process that cannot take it."""
         try:
             if descriptor is None:
                 self._control.send(encode(message))
             else:
                 socket.send_fds(self._control, [encode(message)], [descriptor])
-        except OSError:  # gone, or it stopped reading: the few messages it may owe us fit the buffer
+        except OSError:  # gone, or it stopped reading: the buffer holds all that may be pending
             self.kill()
 
     def kill(self) -> None:
-        """Ends it and its group at once; `on_exit` follows."""
-        # Until `_reap` the number cannot be another group's, so this is never sent to strangers.
+        """Kills it and its process group; `on_exit` follows."""
+        # The number is not reused before `_reap`, so this never hits another process group.
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     def discard(self) -> None:
-        """Ends a process that `attach` failed for, and waits for it; `on_exit` does not follow."""
+        """Kills a process whose `attach` failed, and waits for it; `on_exit` does not follow."""
         self.hang_up()
         self.kill()
         collect_child(self._process)
         self.outputs.close()
 
     def hang_up(self) -> None:
-        """Closes our end of the socket, which ends it in its own time; `on_exit` follows. Idempotent."""
+        """Closes our end of the socket, so that it ends by itself; `on_exit` follows. Idempotent."""
         if self._loop is not None and self._control.fileno() >= 0:
             self._loop.remove_reader(self._control)
         self._control.close()
 
     def _receive(self) -> None:
-        """Reads what there is; a process that closed its end or talks nonsense is ended."""
+        """Reads all pending messages; kills a process that closed its end or sent an invalid one."""
         try:
             while packet := self._control.recv(MAX_MESSAGE_BYTES):
                 message = decode(packet)
@@ -217,15 +217,15 @@ class WorkerProcess:
         self.kill()
 
     def _wait(self) -> None:
-        """Waits, on a thread, until the process has ended, but leaves it to `_reap` to collect it.
+        """Waits, in a thread, until the process has ended, but leaves it to `_reap` to collect it.
 
-        Until then its number is its own, and so is its session, by which what it left behind is found.
+        Until then its process and session numbers are not reused; by the latter its descendants are found.
         """
         ended = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
         if ended is not None:
             exited = ended.si_code == os.CLD_EXITED
             self._tell(self._ended, ended.si_status if exited else -ended.si_status)
-        self.kill()  # its group, which needs no descriptor, so that this works whenever anything does
+        self.kill()  # its group; needs no descriptor, so it works even when none is left
         try:
             left = end_descendants(self._mark, self._process.pid, _DESCENDANTS_S)
         except OSError as error:
@@ -237,7 +237,7 @@ class WorkerProcess:
 
     def _tell(self, what: Callable[..., None], *words: int) -> None:
         if self._loop is not None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody wants to know
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is listening
                 self._loop.call_soon_threadsafe(what, *words)
 
     def _ended(self, status: int) -> None:

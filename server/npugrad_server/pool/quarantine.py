@@ -1,17 +1,17 @@
-"""Whether devices compute rightly: canaries at intervals, mismatches, quarantine. Part of the scheduler.
+"""Detects devices that compute wrongly: periodic canaries, mismatches, quarantine. Part of the scheduler.
 
 Guarantees
-    - A device is ready only after its process has compared every canary, and found it right.
-    - From then on it runs each of them once in an interval: while it is idle, or beside its calls where it is
-      not idle for another interval.
-    - After a mismatch of a canary it takes no call until the same one was right, after a mismatch of a call
-      until every canary was; two within `MISMATCH_WINDOW_S` quarantine it. Its process is ended, nothing that
-      it still answers counts, and its calls go elsewhere.
-    - A device in quarantine gets one more process, which has to find every canary right
-      `worker_lifecycle.TRIAL_ROUNDS` times. A mismatch there, or a second quarantine, is final: it stays out
-      until the server is started again.
-    - What only calls tell may be their own fault: the worker counts as one that died under its call, for the
-      `circuit_breaker`, and the quarantine is never final.
+    - A device is ready only after its process has compared every canary and found it right.
+    - From then on it runs each canary once per interval: while it is idle, or alongside its calls if it has
+      not been idle for another interval.
+    - After a canary mismatch it takes no calls until that canary is right; after a mismatch in a call, until
+      every canary is. Two mismatches within `MISMATCH_WINDOW_S` quarantine it: its process is ended, its
+      later answers are ignored, and its calls go elsewhere.
+    - A quarantined device gets one more process, which must find every canary right
+      `worker_lifecycle.TRIAL_ROUNDS` times. A mismatch there, or a second quarantine, is final: the device
+      stays out until the server is restarted.
+    - A quarantine for mismatches in calls alone may be the calls' fault: for the `circuit_breaker` the worker
+      counts as one that died under its call, and the quarantine is never final.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ MISMATCH_WINDOW_S = 600.0
 """Seconds within which a second mismatch quarantines a device."""
 MOST_MISMATCHES = 2
 _LOOKS = 8
-"""How often in an interval a device that is busy is looked at again."""
+"""How often per interval a busy device is checked again."""
 
 
 class Quarantine:
-    """Runs the canaries of devices, and takes devices out of use that compute wrongly."""
+    """Runs the devices' canaries, and takes devices that compute wrongly out of use."""
 
     def __init__(self, settings: PoolSettings, lifecycle: WorkerLifecycle) -> None:
         """Trusts every device that opens.
@@ -47,12 +47,12 @@ class Quarantine:
             lifecycle: Ends processes.
         """
         self._interval_s = settings.canary_interval_s
-        # Behind a call that runs on the same stream, whose own limit ends the worker first.
+        # A canary may queue behind a call on its stream, whose own limit ends the worker first.
         self._limit_s = settings.run_limit_s + settings.hang_grace_s + LIMIT_S
         self._lifecycle = lifecycle
 
     def opened(self, worker: WorkerState, canaries: int, now: float) -> None:
-        """A process has opened its device, and found so many canaries right."""
+        """A process has opened its device and found this many canaries right."""
         trust = worker.trust
         trust.canaries, trust.running, trust.suspected = canaries, None, False
         trust.whole_round = trust.canary_was_wrong = False
@@ -118,18 +118,18 @@ class Quarantine:
 
         Args:
             worker: The device.
-            incarnation: The process that did.
-            operator: What it computed.
+            incarnation: The process that ran the call.
+            operator: Operator of the call.
             detail: The figures.
-            now: When.
+            now: Current time.
             out: Gets the commands.
 
         Returns:
-            Whether that quarantined the device, with nothing but calls against it.
+            Whether that quarantined the device for mismatches in calls alone.
         """
         trust = worker.trust
         is_current = worker.is_current(incarnation) and worker.state is DeviceState.READY
-        if not is_current or not trust.canaries:  # it is another process, or nobody expects it to compute
+        if not is_current or not trust.canaries:  # another process, or not expected to compute
             out.append(DeviceMismatch(worker.index, operator, detail))
             return False
         self._note(worker, operator, detail, now, out)
@@ -143,7 +143,7 @@ class Quarantine:
         return False
 
     def _note(self, worker: WorkerState, operator: str, detail: str, now: float, out: list[Command]) -> None:
-        """A device has computed wrongly."""
+        """Records a mismatch, and quarantines a device that had too many."""
         trust = worker.trust
         out.append(DeviceMismatch(worker.index, operator, detail))
         trust.mismatches = [at for at in trust.mismatches if at > now - MISMATCH_WINDOW_S] + [now]
@@ -153,7 +153,7 @@ class Quarantine:
             trust.suspected = trust.canaries > 0
 
     def failed_start(self, worker: WorkerState, out: list[Command]) -> None:
-        """A process has found a canary wrong before its device was ready, twice in a row, and has ended."""
+        """A process has found a canary wrong twice in a row before its device was ready, and has ended."""
         failure = worker.failure
         if failure is None or not failure.wrong:
             return

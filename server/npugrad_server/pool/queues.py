@@ -1,7 +1,7 @@
-"""The orders of calls: in which those of one tenant leave the queue, and in which their times come.
+"""The order in which one tenant's calls leave the queue, and the order in which alarms of calls are due.
 
-A tenant's queue goes by priority, then turn by turn between labels, then first come; `fair_queue` says which
-tenant is next.
+A tenant's queue is ordered by priority, then by labels taking turns, then first come, first served;
+`fair_queue` decides which tenant is next.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Queueable(Protocol):
-    """What the queue looks at."""
+    """What the queue needs to know about a call."""
 
     @property
     def id(self) -> int:
@@ -41,14 +41,14 @@ class Queueable(Protocol):
 T = TypeVar("T", bound=Queueable)
 
 MAX_PASSED = 16
-"""Starts of a tenant's calls of higher priorities that a priority waits for before its turn comes."""
+"""How many of a tenant's calls of higher priorities may start before a waiting priority gets its turn."""
 
 
 class _Round(OrderedDict[str, OrderedDict[int, T]]):
     """The calls of one priority: a lane for each label, in the order of the labels' turns.
 
     Attributes:
-        passed: Calls of higher priorities that started since one of this priority did.
+        passed: Calls of higher priorities started since the last one of this priority.
     """
 
     passed = 0
@@ -57,12 +57,12 @@ class _Round(OrderedDict[str, OrderedDict[int, T]]):
 class TenantQueue(Generic[T]):
     """The calls of one tenant, in lanes, one for each priority and label.
 
-    The first call of a lane leaves, or one that it lets pass. A label that has had its turn goes to the end
-    of its priority's round. A priority ages: once `MAX_PASSED` calls of higher ones started while it waited,
-    its next call is the tenant's next one.
+    The first call of a lane leaves, or one that it lets pass. After its turn a label goes to the end of its
+    priority's round. Priorities age: once `MAX_PASSED` calls of higher priorities have started while one
+    waited, its next call is the tenant's next one.
 
     Attributes:
-        weight: The tenant's share, relative to those of others.
+        weight: The tenant's share, relative to other tenants.
         virtual_s: Virtual time at which its next call starts.
         count: Calls that wait.
         running: Calls on workers.
@@ -89,7 +89,7 @@ class TenantQueue(Generic[T]):
 
         Args:
             call: The call.
-            front: Whether it goes to the front of its lane, and its label's turn with it.
+            front: Whether it goes to the front of its lane, and its label's turn is next.
         """
         lanes = self._rounds.get(call.priority)
         if lanes is None:
@@ -104,7 +104,7 @@ class TenantQueue(Generic[T]):
             lanes.move_to_end(call.label, last=False)
 
     def in_turn(self, lets_pass: Callable[[T], bool]) -> Iterator[T]:
-        """The calls that may leave, in the order in which they should; of no use once one has left."""
+        """Yields the calls that may leave, in the order in which they should; invalid once one has left."""
         for priority in self._rounds if len(self._rounds) == 1 else self._ranked():
             for lane in self._rounds[priority].values():
                 passed: set[Hashable] = set()
@@ -117,7 +117,7 @@ class TenantQueue(Generic[T]):
                     passed.add(call.kind)
 
     def _ranked(self) -> list[int]:
-        """Its priorities, the next one first: those that were passed too often, then the highest."""
+        """Returns the priorities in their order: those passed too often first, then the highest."""
         passed = {p: lanes.passed if lanes.passed >= MAX_PASSED else 0 for p, lanes in self._rounds.items()}
         return sorted(self._rounds, key=lambda priority: (passed[priority], priority), reverse=True)
 
@@ -145,13 +145,13 @@ class TenantQueue(Generic[T]):
 
 
 class AlarmQueue:
-    """When calls want to be looked at again: a heap that forgets the alarms of calls that ended before."""
+    """The alarms of calls: a heap that drops those of calls that have ended."""
 
     def __init__(self, is_live: Callable[[int], bool]) -> None:
         """Starts with none.
 
         Args:
-            is_live: Whether the alarms of a call still mean anything.
+            is_live: Whether the alarms of a call still matter.
         """
         self._is_live = is_live
         self._heap: list[tuple[float, int]] = []
@@ -174,12 +174,12 @@ class AlarmQueue:
             heapq.heapify(self._heap)
 
     def next(self) -> float | None:
-        """The time of the next one that means anything."""
+        """Returns the time of the next alarm that still matters."""
         while self._heap and not self._is_live(self._heap[0][1]):
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else None
 
     def due(self, now: float) -> Iterator[int]:
-        """Takes out, one by one, the calls whose time has come."""
+        """Removes and yields, one by one, the calls whose alarms are due."""
         while self._heap and self._heap[0][0] <= now:
             yield heapq.heappop(self._heap)[1]

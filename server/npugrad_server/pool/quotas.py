@@ -1,7 +1,7 @@
-"""Quotas: what tenants may hold at once, and who gives way where a place or memory is wanted by others.
+"""Quotas: what tenants may hold at once, and who gives way when others need a place or memory.
 
-A tenant's share of what is full is by weight, among those that hold some of it. Whoever holds the most for
-its weight is the most over its share, and gives way to a call that leaves its own tenant less over.
+When the queue or memory is full, the tenants that hold some of it share it by weight. The one that holds the
+most for its weight is the furthest over its share. It gives way to a call whose tenant stays less far over.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from npugrad_server.pool.tenant import Tenant
 
 MAX_IDLE = 256
-"""Tenants without calls whose counters are kept, so that one that sends a call at a time makes none anew."""
+"""Tenants without calls whose counters are kept, so that one call at a time does not recreate them."""
 
 
 @dataclass(eq=False)
@@ -21,8 +21,8 @@ class TenantUse:
     """What one tenant holds.
 
     Attributes:
-        tenant: As its newest call has it.
-        call_count: Its calls inside.
+        tenant: The tenant, as given by its newest call.
+        call_count: Its admitted calls that are not gone yet.
         waiting_count: Those of them that have not started, uploads included.
         inflight_bytes: Their operands and results, until the memory is given back.
     """
@@ -37,7 +37,7 @@ class Quotas:
     """Counts what tenants hold.
 
     Attributes:
-        uses: Of tenants with calls inside, by name.
+        uses: What each tenant with admitted calls holds, by name.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class Quotas:
         self._idle: dict[str, TenantUse] = {}
 
     def exceeded(self, tenant: Tenant, nbytes: int) -> str:
-        """Which quota one more call of a tenant would exceed, with found and expected; empty for none.
+        """Tells which quota one more call of a tenant would exceed, with found and expected; empty for none.
 
         Args:
             tenant: Whose call it is.
@@ -65,7 +65,7 @@ class Quotas:
         return ""
 
     def enter(self, tenant: Tenant, nbytes: int) -> TenantUse:
-        """Counts a call that was let in, with its operands and results, until `leave`."""
+        """Counts an admitted call, with its operands and results, until `leave`."""
         use = self.uses.get(tenant.name)
         if use is None:
             use = self._idle.pop(tenant.name) if tenant.name in self._idle else TenantUse(tenant)
@@ -80,8 +80,8 @@ class Quotas:
         """A call is gone.
 
         Args:
-            use: Of its tenant.
-            nbytes: What it still held.
+            use: What its tenant holds.
+            nbytes: Bytes it still held.
             waits: Whether it has not started.
         """
         use.call_count -= 1
@@ -93,7 +93,7 @@ class Quotas:
                 del self._idle[next(iter(self._idle))]
 
     def shown(self) -> dict[str, tuple[int, int]]:
-        """Calls that have not started, and bytes in flight, by what metrics call the tenants."""
+        """Returns calls that have not started and bytes in flight, by the tenant's name in metrics."""
         found: dict[str, tuple[int, int]] = {}
         for use in self.uses.values():
             waiting, nbytes = found.get(use.tenant.shown, (0, 0))
@@ -101,11 +101,11 @@ class Quotas:
         return found
 
     def over_share_of_places(self, tenant: Tenant) -> list[Tenant]:
-        """Tenants further over their share of the queue than this one with one more, the furthest first."""
+        """Tenants further over their queue share than this one with one more call, the furthest first."""
         return self._over("waiting_count", tenant, 1)
 
     def over_share_of_memory(self, tenant: Tenant, nbytes: int) -> list[Tenant]:
-        """Tenants further over their share of memory than this one with so much more, the furthest first."""
+        """Tenants further over their memory share than this one with `nbytes` more, the furthest first."""
         return self._over("inflight_bytes", tenant, nbytes)
 
     def _over(self, held: str, tenant: Tenant, more: int) -> list[Tenant]:

@@ -1,7 +1,7 @@
-"""Children of this process: those it started, and those it inherited because it is the first of a container.
+"""Reaps child processes: those that this process started, and those it inherits as a container's process 1.
 
-The kernel hands a process whose parent has ended to the first one, which has to wait for it: else it stays in
-the table of processes. Those that were started here are waited for by whoever started them.
+The kernel hands orphans to process 1, which must wait for them or they stay in the process table. Children
+started here are waited for by whoever started them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 REAP_PAUSE_S = 2.0
-"""Seconds between two looks for inherited processes that have ended."""
+"""Seconds between two searches for inherited processes that have ended."""
 _started: set[int] = set()
 _lock = threading.Lock()
 
@@ -28,12 +28,12 @@ def start_child(start: Callable[[], subprocess.Popen[bytes]]) -> subprocess.Pope
     """Starts a process that `reap_inherited` leaves alone until `collect_child`.
 
     Args:
-        start: Starts it.
+        start: Starts the process.
 
     Raises:
         OSError: It cannot be started.
     """
-    with _lock:  # a child must not be taken for an orphan before it is known
+    with _lock:  # a child must not be taken for an orphan before it is registered
         process = start()
         _started.add(process.pid)
     return process
@@ -47,10 +47,10 @@ def collect_child(process: subprocess.Popen[bytes]) -> int:
 
 
 def reap_inherited() -> int:
-    """Waits for every inherited child that has ended; returns how many there were.
+    """Reaps every inherited child that has ended; returns how many there were.
 
     Raises:
-        OSError: This process has no descriptor left to look with.
+        OSError: This process is out of descriptors.
     """
     count = 0
     with _lock:
@@ -62,8 +62,8 @@ def reap_inherited() -> int:
 
 
 async def keep_reaping() -> None:
-    """Waits for inherited processes until it is cancelled; returns at once where there can be none."""
+    """Reaps inherited processes until cancelled; returns at once if there can be none."""
     while os.getpid() == 1:
         await asyncio.sleep(REAP_PAUSE_S)
-        with contextlib.suppress(OSError):  # no descriptor is left to look with: next time
+        with contextlib.suppress(OSError):  # out of descriptors: try again next time
             await asyncio.to_thread(reap_inherited)

@@ -1,4 +1,4 @@
-"""Divides an arena into regions: first fit by address, neighbours joined when freed. Pure bookkeeping."""
+"""Divides an arena into regions: first fit by address, adjacent gaps joined on free. Pure bookkeeping."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from bisect import bisect_left, insort
 from dataclasses import dataclass
 
 ALIGNMENT = 64
-"""Every region and every tensor starts at a multiple of this: one cache line, and what vector code likes."""
+"""Every region and every tensor starts at a multiple of this: a cache line, which also suits vector code."""
 
 
 def aligned(nbytes: int) -> int:
@@ -28,20 +28,20 @@ class Region:
 
 
 EMPTY = Region(0, 0)
-"""The region of nothing."""
+"""The empty region."""
 
 
 class RegionAllocator:
     """Hands out the lowest region that fits, so that memory touched before is used first.
 
-    Finding takes time in the number of gaps, which is at most the number of live regions plus one.
+    Allocation takes time linear in the number of gaps, which is at most the number of live regions plus one.
     """
 
     def __init__(self, nbytes: int) -> None:
         """Starts with one gap, the whole arena.
 
         Args:
-            nbytes: Size of the arena; what exceeds a multiple of `ALIGNMENT` is not used.
+            nbytes: Size of the arena, rounded down to a multiple of `ALIGNMENT`.
         """
         self.nbytes = nbytes // ALIGNMENT * ALIGNMENT
         self.used_bytes = 0
@@ -50,7 +50,7 @@ class RegionAllocator:
         self._live: dict[int, int] = {}
 
     def allocate(self, nbytes: int) -> Region | None:
-        """Takes a region of at least this many bytes; None when no gap is large enough."""
+        """Allocates a region of at least this many bytes; None when no gap is large enough."""
         if not nbytes:
             return EMPTY
         wanted = -(-nbytes // ALIGNMENT) * ALIGNMENT
@@ -69,7 +69,7 @@ class RegionAllocator:
         return None
 
     def free(self, region: Region) -> None:
-        """Takes a region back.
+        """Frees a region.
 
         Raises:
             ValueError: It is not a live region of this allocator.

@@ -1,8 +1,8 @@
-"""Learned run times: how long calls of one operator, type and size keep a stream of a device.
+"""Learned run times: how long calls of one operator, type and size occupy a stream of a device.
 
-Sizes share an estimate up to a power of two, and within it the times follow a line through the logarithms of
-both, so that work that grows with the square of a size is told as well as work that does not grow at all.
-What is measured is what a worker spends on a call, copies included. The names mean nothing here.
+Sizes between two powers of two share an estimate, in which the logarithm of the time is linear in that of the
+size: this fits work that grows with the square of the size as well as work that does not grow at all.
+Measured is the time that a worker spends on a call, copies included. The names mean nothing here.
 """
 
 from __future__ import annotations
@@ -17,35 +17,35 @@ if TYPE_CHECKING:
     from npugrad_server.pool.types import PlannedCall
 
 MAX_ESTIMATES = 4096
-"""Estimates that are kept; the one that learned least recently goes first."""
+"""Maximum number of estimates kept; the one that learned least recently is dropped first."""
 STALE_S = 60.0
-"""Age at which an estimate is doubted: one call is then let in as if nothing were known, lest an estimate
-that refuses every call were never corrected."""
+"""Age at which an estimate is doubted: one call is then admitted as if nothing were known, since an estimate
+that refuses every call would never be corrected."""
 MAX_PASSED_OVER = 16
-"""Calls that a device is passed over for, because it looked slow, before it gets one: a time that was learned
-while the host was busy would otherwise keep it idle until it is stale."""
+"""Calls that pass over a device that looks slow before it gets one: otherwise a time learned while the host
+was busy would keep the device idle until that time is stale."""
 _LEAST_WEIGHT = 0.05
 """Weight of the newest call, once there are many."""
 _BOUND_DEVIATIONS = 2.33
 """Standard deviations above the mean that a promise allows for: 99 of 100 calls take no longer."""
 _LEAST_DEVIATION = 0.02
-"""Of the logarithm of a time, however alike the times so far: timers and queues are not more exact."""
+"""Least standard deviation of a time's logarithm, however alike the times: timers and queues vary as much."""
 _FIRST_DEVIATION = 0.3
-"""Of the logarithm of a time when a single call was seen."""
+"""Standard deviation of a time's logarithm after a single call."""
 _MOST_SURPRISE = 1.5
-"""How far, in logarithms, one call can be from what was expected of it: one that was held up, by its process
-being swapped or stopped, is no news about the others."""
+"""Limit, in logarithms, on how far a call's time counts as off its estimate: a call delayed because its
+process was swapped or stopped says nothing about the others."""
 _WARM_UP_CALLS, _WARM_UP = 3, math.log(2.0)
-"""The first calls may have paid for what later ones find ready: one that is so much quicker begins anew."""
+"""The first calls may include one-time setup: one of them that is this much faster restarts the estimate."""
 _PRIOR_SLOPE, _PRIOR_WEIGHT = 1.0, 0.004
-"""Seconds are in proportion to bytes until sizes differ enough to tell."""
+"""Time is assumed proportional to bytes until the sizes seen differ enough to tell."""
 _STEEPEST = 3.0
 _LEAST_S = 1e-6
 
 
 @dataclass(frozen=True)
 class WorkSize:
-    """What run times are looked up by.
+    """The size of a call, by which its run time is looked up.
 
     Attributes:
         key: Operator, type, and logarithm of the bytes to base 2, rounded down.
@@ -57,7 +57,7 @@ class WorkSize:
 
 
 def work_size_of(planned: PlannedCall) -> WorkSize:
-    """The size of a call; it is the same for all calls of a plan."""
+    """Returns the size of a call; it is the same for all calls of a plan."""
     plan = planned.plan
     metas = [meta for meta in (*plan.call.inputs.values(), *plan.outputs.values()) if meta is not None]
     nbytes = max(1, sum(meta.nbytes for meta in metas))
@@ -67,18 +67,18 @@ def work_size_of(planned: PlannedCall) -> WorkSize:
 
 @dataclass
 class Estimate:
-    """What is known of calls of about one size on one device; times and sizes are natural logarithms.
+    """An estimate for calls of similar size on one device; times and sizes are natural logarithms.
 
     Attributes:
         size: Mean size.
         seconds: Mean time.
         slope: How much the time grows with the size.
-        size_variance: Of the sizes.
-        covariance: Of sizes and times.
-        variance: Of the times about the line.
+        size_variance: Variance of the sizes.
+        covariance: Covariance of sizes and times.
+        variance: Variance of the times about the line.
         count: Calls seen.
         learned_s: When it last learned, or was last doubted.
-        passed_over: Calls that went to other devices since, because of it.
+        passed_over: Calls that went to other devices because of it since then.
     """
 
     size: float
@@ -92,7 +92,7 @@ class Estimate:
     passed_over: int = 0
 
     def learn(self, size: float, seconds: float) -> None:
-        """One more call."""
+        """Learns from one more call."""
         by_size, by_time = size - self.size, seconds - self.seconds
         surprise = by_time - self.slope * by_size
         if self.count < _WARM_UP_CALLS and surprise < -_WARM_UP:
@@ -113,13 +113,13 @@ class Estimate:
 
 
 UNKNOWN = (0.0, 0.0)
-"""What is expected of calls that nobody has seen."""
+"""The expectation for calls never seen before."""
 _MOST_DEVIATION = 1.5
-"""Of the logarithm of a time, as far as the mean is concerned, which grows with the square of it."""
+"""Limit on that standard deviation in the mean time, whose logarithm grows with the square of it."""
 
 
 class RunTimes:
-    """Times of calls that are done, by device; bounded in memory."""
+    """Run times of completed calls, by device; bounded in memory."""
 
     def __init__(self) -> None:
         """Knows none yet."""
@@ -129,13 +129,13 @@ class RunTimes:
         return len(self._estimates)
 
     def learn(self, device: int, work: WorkSize, seconds: float, now: float) -> None:
-        """A call was done.
+        """Learns from a completed call.
 
         Args:
             device: Index of the device.
             work: Size of the call.
-            seconds: What its worker spent on it.
-            now: When.
+            seconds: Time its worker spent on it.
+            now: Current time.
         """
         key, log_s = (device, work.key), math.log(max(seconds, _LEAST_S))
         estimate = self._estimates.pop(key, None)
@@ -146,15 +146,15 @@ class RunTimes:
         else:
             estimate.learn(work.log_bytes, log_s)
         estimate.learned_s, estimate.passed_over = now, 0
-        self._estimates[key] = estimate  # at the end, as the one that learned last
+        self._estimates[key] = estimate  # at the end: it learned last
 
     def expect(self, devices: Iterable[int], work: WorkSize) -> tuple[float, float]:
-        """How long a call is expected to run on any of some devices; those that know nothing do not count.
+        """Estimates how long a call runs on any of some devices; those without an estimate do not count.
 
         Returns:
-            Seconds on the average, over devices by how many calls each gets done, and seconds that 99 of 100
-            such calls do not exceed on the quickest device; 0.0 where nothing is known. The first calls
-            say nothing of the latter: they may have paid for what later ones find ready.
+            Mean seconds, each device weighted by its throughput, and the seconds that 99 of 100 such calls do
+            not exceed on the quickest device; 0.0 where unknown. The first calls say nothing about the
+            latter: they may include one-time setup.
         """
         known, rate, bound_log_s = 0, 0.0, math.inf
         for device in devices:
@@ -171,20 +171,20 @@ class RunTimes:
         return known / rate, math.exp(bound_log_s) if bound_log_s < math.inf else 0.0
 
     def is_known(self, device: int, work: WorkSize, now: float) -> bool:
-        """Whether enough such calls were done on a device, and lately, to compare it with others."""
+        """Whether a device did enough such calls, recently enough, to be compared with others."""
         estimate = self._estimates.get((device, work.key))
         if estimate is None or estimate.count < _WARM_UP_CALLS:
             return False
         return now - estimate.learned_s <= STALE_S
 
     def pass_over(self, device: int, work: WorkSize) -> bool:
-        """Whether a call may pass over a device that looks slow; it is its turn after `MAX_PASSED_OVER`."""
+        """Whether a call may pass over a device that looks slow; at most `MAX_PASSED_OVER` calls may."""
         estimate = self._estimates[device, work.key]
         estimate.passed_over += 1
         return estimate.passed_over <= MAX_PASSED_OVER
 
     def doubt(self, devices: Iterable[int], work: WorkSize, now: float) -> bool:
-        """Whether one call may be let in that is expected to take too long: none was done for long."""
+        """Whether to admit one call although it is expected to take too long: an estimate is stale."""
         found = [self._estimates.get((device, work.key)) for device in devices]
         stale = [one for one in found if one is not None and now - one.learned_s > STALE_S]
         for estimate in stale:

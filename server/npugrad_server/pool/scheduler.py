@@ -1,30 +1,31 @@
 """Decides which call runs where and when: events in, commands out.
 
-No clock, no thread, no socket: time comes with the event, and `next_alarm` says when `tick` is due. The
-driver carries the commands out in order.
+No clock, no thread, no socket: each event brings the time, and `next_alarm` says when `tick` is due. The
+driver carries out the commands in order.
 
 Guarantees
     - A call gets exactly one `CompleteCall` or `FailCall`, unless the caller cancelled or closed it first.
-    - `ReleaseCall` comes exactly once for every call, after it was closed and no worker touches its memory.
-    - A call that runs for longer than `run_limit_s` and its grace costs its worker, and is not tried again.
-    - A call starts at most `max_attempts` times, never past its deadline, never on a device that lacks its
-      operator or its mode, and isolated once a worker died under it; no more after
-      `call_lifecycle.SUSPECT_ATTEMPTS` such deaths once a device failed under it.
-    - A call of a tenant and signature whose circuit is open (`circuit_breaker`) starts on no worker, but for
-      one trial at a time.
-    - A call that a device cannot take now (`call_lifecycle.EXHAUSTION_REASONS`) is tried on another one, if
-      there is one, once; the second answer is its caller's. That device comes last until its next success.
+    - Every call gets exactly one `ReleaseCall`, once it is closed and no worker touches its memory.
+    - A call that runs for longer than `run_limit_s` and its grace has its worker killed, and is not retried.
+    - A call starts at most `max_attempts` times, never past its deadline and never on a device that lacks its
+      operator or its mode. It runs isolated once a worker died under it. Once a device failed under it, it is
+      not started again after `call_lifecycle.SUSPECT_ATTEMPTS` such deaths.
+    - Calls of a tenant and signature whose circuit is open (`circuit_breaker`) do not start, except for one
+      trial at a time.
+    - A call that a device cannot take now (`call_lifecycle.EXHAUSTION_REASONS`) is tried once on another
+      device, if there is one; its caller gets the second answer. The first device is chosen last until its
+      next success.
     - Tenants with calls waiting get device time in proportion to their weights (`fair_queue`). Priorities
-      and labels order calls within a tenant alone, and no priority waits for ever (`queues.MAX_PASSED`).
-    - A call that waits for room is overtaken by at most `placement.MAX_OVERTAKEN` calls that come after it in
-      the order of the queue for want of room; then a worker is reserved for it, which only calls of a higher
-      priority of its own tenant may take before.
-    - A tenant's calls of one label and priority start in their order, but for those of another operator or
-      mode behind one that has to wait for the devices that have its own.
-    - Calls never hold more of a device's own memory than it has, workspaces included, from the moment their
-      size is known; what a call holds goes back once.
-    - A call whose workspace found no room has not been tried: it waits in front of its lane, and starts again
-      where there is room for what it needs.
+      and labels order calls only within a tenant, and no priority starves (`queues.MAX_PASSED`).
+    - A call for which there is no room is overtaken by at most `placement.MAX_OVERTAKEN` calls behind it in
+      the queue; then a worker is reserved for it, which only calls of a higher priority of its own tenant may
+      take first.
+    - A tenant's calls of one label and priority start in order, except that calls of another operator or mode
+      may pass one that has to wait for devices that run its own.
+    - Calls never hold more of a device's own memory than it has, workspaces included from the moment their
+      size is known; what a call holds is given back once.
+    - A call whose workspace found no room does not count as tried: it waits at the front of its lane, and
+      starts again where there is room for what it needs.
 """
 
 from __future__ import annotations
@@ -50,13 +51,13 @@ if TYPE_CHECKING:
 
 
 class Scheduler:
-    """The state of all calls and workers; every event is a method that returns the commands that follow.
+    """The state of all calls and workers; every event is a method that returns the resulting commands.
 
     Attributes:
         workers: The devices.
         eligibility: Which devices calls may go to, by operator and mode.
-        circuits: Of calls that killed workers.
-        forecast: When calls would be done.
+        circuits: Circuit breaker for calls that killed workers.
+        forecast: Predicts when calls would be done.
         queue: Calls that wait for a worker.
     """
 
@@ -68,7 +69,7 @@ class Scheduler:
         Args:
             settings: Times and limits.
             workers: The devices.
-            memory: Bytes of each host memory that the devices name.
+            memory: Bytes of each host memory named in the devices' specs.
         """
         self.workers = [WorkerState(index, spec) for index, spec in enumerate(workers)]
         self._placement = Placement(self.workers, memory)
@@ -88,12 +89,12 @@ class Scheduler:
 
     @property
     def running(self) -> int:
-        """Calls on workers, those that nobody waits for included."""
+        """Calls on workers, orphaned ones included."""
         return self._placement.running
 
     @property
     def output_used_bytes(self) -> int:
-        """Bytes of all regions that calls hold, also in arenas of processes that are gone."""
+        """Bytes of all regions that calls hold, including those in arenas of dead processes."""
         return sum(call.region.nbytes for call in self._calls.values())
 
     @property
@@ -120,7 +121,7 @@ class Scheduler:
         return out
 
     def submit(self, call: CallState, now: float) -> list[Command]:
-        """A call's operands are all there."""
+        """All operands of a call have arrived."""
         out: list[Command] = []
         call.submitted_s = now
         self._calls[call.id] = call
@@ -150,11 +151,11 @@ class Scheduler:
         no_determinism: str = "",
         canaries: int = 0,
     ) -> list[Command]:
-        """A process has opened its device, of which it says what is in `worker.protocol.DeviceReady`."""
+        """A process has opened its device; arguments as in `worker.protocol.DeviceReady`."""
         out: list[Command] = []
         worker = self.workers[index]
         if not worker.is_current(incarnation) or worker.opened or worker.ending or worker.failure is not None:
-            return out  # or it said that the device did not open, so its end is near
+            return out  # or it reported that the device did not open, and is about to end
         worker.one_mode, worker.memory_bytes = one_mode, memory_bytes
         worker.unavailable, worker.exhausted = dict(unavailable or {}), False
         worker.deterministic, worker.no_determinism = deterministic, no_determinism
@@ -183,24 +184,24 @@ class Scheduler:
         workspace_bytes: int | None = None,
         reason: str = "",
     ) -> list[Command]:
-        """A process has done a call, or has survived an error in it.
+        """A process has completed a call, or survived an error in it.
 
         Args:
             index: Which device.
             incarnation: Which process.
             number: Which call.
             good: Whether there are results.
-            now: When.
-            seconds: What it spent on the call; None when that is not known.
-            workspace_bytes: Workspace its operator asked for; None when that is not known.
-            reason: Row of the error table, when there are none.
+            now: Current time.
+            seconds: Time it spent on the call; None if unknown.
+            workspace_bytes: Workspace its operator asked for; None if unknown.
+            reason: Row of the error table, if there are no results.
         """
         out: list[Command] = []
         worker = self.workers[index]
         if not worker.is_current(incarnation) or number not in worker.running:
             return out
         if worker.state is DeviceState.QUARANTINED:
-            return out  # the call is run again elsewhere, once the process has ended
+            return out  # the call runs again elsewhere once the process has ended
         if workspace_bytes is not None and worker.memory_bytes is not None:
             self._placement.learn(worker.running[number], workspace_bytes)
         done = self._placement.take_off(number, worker)
@@ -227,7 +228,7 @@ class Scheduler:
         return out
 
     def mismatched(self, index: int, incarnation: int, number: int, detail: str, now: float) -> list[Command]:
-        """The results of a process for a call were wrong, as a comparison with the reference has found."""
+        """A comparison with the reference has found that a process computed a call wrongly."""
         out: list[Command] = []
         worker, call = self.workers[index], self._calls[number]
         if self._quarantine.computed(worker, incarnation, call.operator, detail, now, out):
@@ -236,7 +237,7 @@ class Scheduler:
         return out
 
     def need_workspace(self, index: int, incarnation: int, number: int, nbytes: int) -> list[Command]:
-        """A running call needs this much workspace, which is more than is set aside for it."""
+        """A running call needs this much workspace, more than is set aside for it."""
         worker = self.workers[index]
         if not worker.is_current(incarnation) or number not in worker.running:
             return []
@@ -244,7 +245,7 @@ class Scheduler:
         return [TellWorker(index, incarnation, reply)]
 
     def deferred(self, index: int, incarnation: int, number: int, nbytes: int, now: float) -> list[Command]:
-        """A process has given a call back, because its workspace, so many bytes, was refused for now."""
+        """A process has given a call back because its workspace of `nbytes` was refused for now."""
         out: list[Command] = []
         worker = self.workers[index]
         if not worker.is_current(incarnation) or number not in worker.running:
@@ -263,7 +264,7 @@ class Scheduler:
         return out
 
     def failing(self, index: int, incarnation: int, failure: Failure, now: float) -> list[Command]:
-        """A process has said that its device failed, and ends; `lost` follows."""
+        """A process has reported that its device failed, and is ending; `lost` follows."""
         out: list[Command] = []
         worker = self.workers[index]
         if not worker.is_current(incarnation):
@@ -279,7 +280,7 @@ class Scheduler:
     ) -> list[Command]:
         """A process has ended and was waited for: it cannot write any more.
 
-        `reason` is how it ended, for a person, and `host` whether it could not even be started.
+        `reason` says in words how it ended, `host` whether it could not even be started.
         """
         out: list[Command] = []
         worker = self.workers[index]
@@ -291,7 +292,7 @@ class Scheduler:
         culprit = worker.culprit()
         self._worker_lifecycle.count_loss(worker, host=host, blamed=culprit is not None)
         died_under = list(worker.running)
-        # The last one started goes back first, so that the first one started is in front at the end.
+        # Calls go back in the reverse order of their starts, so that the first one ends up in front.
         for number in reversed(died_under):
             call = self._placement.take_off(number, worker)
             self.queue.come_off(call, now)
@@ -312,7 +313,7 @@ class Scheduler:
         return out
 
     def cancel(self, number: int, now: float) -> list[Command]:
-        """The caller does not want the answer any more."""
+        """The caller no longer wants the answer."""
         out: list[Command] = []
         call = self._calls.get(number)
         if call is not None:
@@ -321,7 +322,7 @@ class Scheduler:
         return out
 
     def drop_last(self, tenant: str, now: float) -> list[Command]:
-        """A tenant's last call gives way to one of another tenant; nothing happens where none waits."""
+        """A tenant's last call gives way to one of another tenant; nothing happens if none waits."""
         out: list[Command] = []
         call = self.queue.last(tenant)
         if call is not None:
@@ -371,7 +372,7 @@ class Scheduler:
         return False
 
     def _start_one(self, now: float, out: list[Command]) -> bool:
-        """Starts the first call that can; returns whether there was one."""
+        """Starts the first call that can start, or fails one that cannot any more; returns whether it did."""
         blocked: list[CallState] = []
         for call in self.queue.in_turn(self._placement.is_confined):
             deadline, why = call.deadline_s, self._placement.why_never(call)

@@ -1,9 +1,9 @@
-"""Which plans a worker process was brought, and under which numbers.
+"""Tracks which plans were sent to a worker process, and under which numbers.
 
 Guarantees
-    - A number stands for one plan as long as the process lives, and is not used again for another.
-    - The process has at most `MOST_PLANS` plans to keep, beside those that only running calls still have.
-    - It is told to forget a plan once, after the last of the calls that have it has ended.
+    - A number stands for one plan as long as the process lives, and is not reused for another.
+    - The process keeps at most `MOST_PLANS` plans, plus those that only running calls still use.
+    - It is told to forget a plan once, after the last call that uses it has ended.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MOST_PLANS = 256
 
 @dataclass
 class _Sent:
-    """A plan that the process was brought.
+    """A plan that was sent to the process.
 
     Attributes:
         number: Its number.
@@ -40,14 +40,14 @@ class _Sent:
 
 
 class SentPlans:
-    """The plans of one worker process, the one used last at the end. On the pool's event loop."""
+    """The plans of one worker process, the most recently used one last. On the pool's event loop."""
 
     def __init__(self, tell: Callable[[ForgetPlan], None], most: int = MOST_PLANS) -> None:
         """Starts with none.
 
         Args:
             tell: Sends a message to the process.
-            most: Plans that it keeps.
+            most: Maximum number of plans it keeps.
         """
         self._tell, self._most = tell, most
         self._numbers = itertools.count()
@@ -58,11 +58,11 @@ class SentPlans:
         """A call is handed to the process.
 
         Args:
-            call: Its number, which no other call has that runs there.
-            plan: Its plan; calls share a plan only where it is the same object.
+            call: Its number, unique among the calls running there.
+            plan: Its plan; calls share a plan only if it is the same object.
 
         Returns:
-            The plan's number, and whether the process has the plan: otherwise the call has to bring it.
+            The plan's number, and whether the process has the plan: if not, the call must bring it.
         """
         sent = self._sent.get(plan)
         if sent is not None:
@@ -86,7 +86,7 @@ class SentPlans:
             self._tell(ForgetPlan(sent.number))
 
     def end(self, call: int) -> None:
-        """The process has answered a call; nothing happens where it had no number of a plan."""
+        """The process has answered a call; nothing happens if the call had no plan number."""
         sent = self._running.pop(call, None)
         if sent is not None:
             sent.running -= 1
@@ -94,15 +94,15 @@ class SentPlans:
                 self._tell(ForgetPlan(sent.number))
 
     def missed(self, call: int) -> bool:
-        """The process says that it has no plan of the number that a call came with: no later call gets it.
+        """The process reports that it lacks the plan number a call came with: no later call gets that number.
 
         Returns:
-            Whether the call had a number, so that it has to be sent whole; it has none any more.
+            Whether the call had a number and so must be sent whole; it no longer has one.
         """
         sent = self._running.get(call)
         if sent is None:
             return False
         for plan in [plan for plan, known in self._sent.items() if known is sent]:
-            del self._sent[plan]  # it has nothing to forget
+            del self._sent[plan]  # the process has nothing to forget
         self.end(call)
         return True

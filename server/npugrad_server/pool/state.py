@@ -1,4 +1,4 @@
-"""The scheduler's state: its calls and its workers. Plain data, changed by the scheduler's parts alone."""
+"""The scheduler's state: its calls and its workers. Plain data, changed only by the scheduler's parts."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 
 
 class Signed(Protocol):
-    """What has the signature of a call."""
+    """Anything that has the signature of a call."""
 
     @property
     def signature(self) -> Hashable:
-        """What two calls have alike that differ in nothing but their contents; made when it is asked for."""
+        """Equal for calls that differ only in their contents; computed on demand."""
         ...
 
 
 class CallStage(Enum):
-    """Where a call stands."""
+    """The stage of a call."""
 
     QUEUED = "queued"
     RUNNING = "running"
@@ -43,51 +43,51 @@ class CallStage(Enum):
 class CallState:
     """One call as the scheduler sees it, from submit until its memory is given back.
 
-    Whoever submits it says what it is, which does not change; where it stands is the scheduler's.
+    The submitter sets what the call is, which does not change; the scheduler tracks its progress.
 
     Attributes:
         id: Unique number.
         priority: Calls of higher priority leave their tenant's queue first.
         label: A tenant's labels take turns.
-        deterministic: Mode of the device the call asks for.
-        deadline_s: Time from which on its result is of no use; None for never.
-        output_bytes: What it takes of an output arena.
-        memory_bytes: What it takes of the host's memory beside arenas.
-        device_bytes: What its tensors take of the memory of a device that has its own.
-        workspace_key: What its workspace there depends on; None where nothing is known of it.
-        operator: Name that devices which cannot run it give; it means nothing else here.
+        deterministic: Mode of the device that the call asks for.
+        deadline_s: Time from which its result is useless; None for no deadline.
+        output_bytes: Bytes it takes in an output arena.
+        memory_bytes: Bytes of host memory it takes outside the arenas.
+        device_bytes: Bytes its tensors take on a device with memory of its own.
+        workspace_key: What its workspace there depends on; None if unknown.
+        operator: Name by which devices list it if they cannot run it; it means nothing else here.
         tenant: Whose call it is.
-        work: What its run time is looked up by; None where it is not.
-        expected_s: Seconds it is expected to keep a stream of a device; 0 where nothing is known of it.
-        longest_run_s: Seconds that it is hardly expected to run for longer than; 0 likewise.
-        is_probe: Whether it was let in to learn how long such calls take, whatever is expected.
-        plan: Has its signature; None for a call that no circuit breaker is to know.
+        work: What its run time is looked up by; None if it is not looked up.
+        expected_s: Seconds it is expected to occupy a stream of a device; 0 if unknown.
+        longest_run_s: Seconds that its run is unlikely to exceed; 0 if unknown.
+        is_probe: Whether it was admitted to learn how long such calls take, whatever the estimate.
+        plan: Has its signature; None for a call outside the circuit breaker.
         submitted_s: When its operands were complete.
-        queued_s: Seconds of work that it counts for while it waits; None when it has not had to.
+        queued_s: Seconds of work that it counts for while it waits; None unless it has to.
         started_s: When it was last started.
-        charged_s: Device seconds that its tenant was charged with at that start.
-        stage: Where it stands.
+        charged_s: Device seconds charged to its tenant at that start.
+        stage: Its stage.
         orphaned: Whether nobody waits for it any more, though a worker still runs it.
         closed: Whether the caller is done with operands and results.
         attempts: How often it was started.
         overtaken: How many calls behind it started while it could not.
-        kill_at: When its worker is ended if it still runs.
-        region: Its outputs.
-        arena: Allocator the region is from; that of a dead worker once the worker died.
-        held_bytes: What it holds of its worker's own memory.
-        set_aside_bytes: The part of that for its workspace, before rounding; None where nobody counts it.
-        workspace_bytes: Workspace that a device said it needs; None before one did.
+        kill_at: When its worker is ended if it still runs the call.
+        region: Region of its outputs.
+        arena: Allocator of that region, even after its worker died.
+        held_bytes: Bytes of its worker's own memory that it holds.
+        set_aside_bytes: The part of that for its workspace, before rounding; None if not counted.
+        workspace_bytes: Workspace that a device reported it needs; None until one did.
         too_large: Whether it was told that no device has the workspace it needs.
-        declined_by: Device and process that answered that they cannot take it now; None before one did.
-        deaths: How many of its tries ended with their worker.
-        worker_losses: How many workers of each device died while running it, but for those exempt.
-        solo_losses: How many of those had no other call, so that either it or the device is to blame.
+        declined_by: Device and incarnation that could not take it at the time; None before one declined.
+        deaths: How many of its tries ended with the death of their worker.
+        worker_losses: How many workers of each device died while running it, not counting exempt ones.
+        solo_losses: How many of those can only be the fault of this call or the device.
         last_reason: How the last of them ended.
         last_code: The vendor's number of a device failure under it; None without one.
         suspect: Whether a device failed under it, so that it is tried only once more.
-        blamed: How many workers died by its fault, as far as is known.
-        faults: When those of them died that do not count yet: another worker may still do it.
-        kind: Kind of the queue: operator and deterministic mode, which its devices are chosen by.
+        blamed: How many worker deaths are its fault, as far as is known.
+        faults: Times of those deaths not counted yet, because another worker may still complete it.
+        kind: Kind of the queue: operator and deterministic mode, by which its devices are chosen.
     """
 
     id: int
@@ -134,7 +134,7 @@ class CallState:
     kind: tuple[str, bool] = field(init=False)
 
     def __post_init__(self) -> None:
-        """Joins what its devices are chosen by."""
+        """Sets the kind."""
         self.kind = (self.operator, self.deterministic)
 
     @property
@@ -144,15 +144,15 @@ class CallState:
 
     @property
     def isolated(self) -> bool:
-        """Whether it may only run on a worker that runs nothing else: it may be what kills workers."""
+        """Whether it may run only on a worker that runs nothing else: it may be what kills workers."""
         return self.deaths > 0
 
     def note_loss(self, worker: WorkerState, *, sole: bool) -> None:
-        """Its worker died under it: who, how, and whether its device failed under this very call.
+        """Records that its worker died: which one, how, and whether its device failed under this very call.
 
         Args:
             worker: The worker.
-            sole: Whether it had no other call.
+            sole: Whether the worker had no other call.
         """
         self.deaths += 1
         named = None if worker.failure is None else worker.failure.call
@@ -172,21 +172,21 @@ class CallState:
 
 @dataclass
 class Trust:
-    """What is known of whether a device computes rightly.
+    """What is known about whether a device computes rightly.
 
     Attributes:
-        canaries: How many its present process has.
+        canaries: Number of canaries of its current process.
         due_s: When the next round is due; while a canary runs, when it was sent.
         alarm: When to look at it again; None for never.
         running: The canary that runs; None for none.
-        left: Canaries of the round that were not right yet.
-        suspected: Whether it computed wrongly and was not right since: it takes no calls.
-        whole_round: Whether that takes a whole round of canaries, and not only the one that was wrong.
-        canary_was_wrong: Whether a canary of the present process was.
+        left: Canaries left in the round.
+        suspected: Whether it computed wrongly and was not cleared since: it takes no calls.
+        whole_round: Whether clearing takes a whole round of canaries, not only the one that was wrong.
+        canary_was_wrong: Whether a canary of the current process was wrong.
         mismatches: When it computed wrongly.
-        quarantines: How often it went into quarantine.
-        final: Whether it stays there.
-        reason: Why it went there.
+        quarantines: How often it was quarantined, not counting mismatches in calls alone.
+        final: Whether it stays in quarantine.
+        reason: Why it was quarantined.
     """
 
     canaries: int = 0
@@ -209,38 +209,38 @@ class WorkerState:
 
     Attributes:
         index: Position in the pool.
-        spec: What it has.
-        state: Where it stands; a process that is being ended counts as restarting.
+        spec: Its streams and memory.
+        state: Its state; a device whose process is being ended counts as restarting.
         incarnation: How many processes it has had.
-        alive: Whether there is a process that was not waited for.
-        outputs: Regions of the present process's output arena.
+        alive: Whether it has a process that was not waited for yet.
+        outputs: Regions of the current process's output arena.
         running: Calls on it by number.
         one_mode: Whether calls of different deterministic modes must not overlap on it.
-        deterministic: Mode that its last process keeps for every call; None where each call chooses.
-        no_determinism: Why none of its calls is deterministic; empty where they can be.
-        memory_bytes: What calls may have of its own memory, as the last process that opened it found it; None
-            for a device without, or before.
-        memory_used_bytes: What they have of it.
+        deterministic: Mode that its last process uses for every call; None if each call chooses.
+        no_determinism: Why none of its calls is deterministic; empty if they can be.
+        memory_bytes: Bytes of its own memory that calls may use, as found by the last process that opened it;
+            None before that, and for a device without its own memory.
+        memory_used_bytes: Bytes of it that calls hold.
         losses: Processes lost in a row without a successful call.
         failures: Those of them that count against the device.
         failed_spawns: Processes in a row that could not be started.
         timeouts: Starts that took too long; each gives the next one more time.
         waits: Whether its next start waits for those of other devices.
         spawned_s: When the present process was started.
-        stage: What its start is at.
-        opened: Whether the present process has opened the device.
-        start_timed_out: Whether the present process is being ended because its start took too long.
-        ending: Whether the present process is being ended.
+        stage: The stage of its start.
+        opened: Whether the current process has opened the device.
+        start_timed_out: Whether the current process is being ended because its start took too long.
+        ending: Whether the current process is being ended.
         damaged: Whether the device is damaged, and not tried again.
-        exempt: Whether the present process is being ended for a call's sake, which does not count against it.
-        alarm: When its start has to have got on, or it is to be started again; None for neither.
+        exempt: Whether the current process is being ended without counting against the device.
+        alarm: When its start must have made progress, or when it is to be started again; None for neither.
         reason: Why it is not ready.
-        ended_for: Why the present process is being ended; empty while it is not.
-        ended_by: Call that ran for too long, for which the present process is being ended; None without.
-        failure: What the present process said of its device before it ended; None while it is well.
-        last_start: Number of the last call it was given, to spread calls over idle devices.
-        unavailable: Operators that the last process that opened it cannot run, with the reason.
-        exhausted: Whether it answered that it cannot take a call now, and has done none well since.
+        ended_for: Why the current process is being ended; empty while it is not.
+        ended_by: Call for whose overlong run the current process is being ended; None without one.
+        failure: Device failure that the current process reported before it ended; None without one.
+        last_start: Number of the last call start on it, to spread calls over idle devices.
+        unavailable: Operators that the last process that opened it cannot run, with the reasons.
+        exhausted: Whether it answered that it could not take a call, and has completed none since.
         trust: Whether it computes rightly.
     """
 
@@ -284,10 +284,10 @@ class WorkerState:
         return self.state in (DeviceState.DOWN, DeviceState.QUARANTINED)
 
     def culprit(self) -> CallState | None:
-        """The running call that the end of the process is the fault of, as far as is known.
+        """Returns the running call that caused the end of the process, as far as is known.
 
-        That is one which ran for too long, one under which the device said that it failed, or one that ran
-        alone. A device that is damaged blames no call.
+        That is a call that ran for too long, one under which the device reported a failure, or one that ran
+        alone. A damaged device blames no call.
         """
         failure = self.failure
         if failure is not None and failure.restart_policy is RestartPolicy.NEVER:
@@ -315,11 +315,11 @@ class WorkerState:
         return self.runs(call.operator, call.deterministic)
 
     def has_declined(self, call: CallState) -> bool:
-        """Whether the present process could not take the call."""
+        """Whether the current process could not take the call."""
         return call.declined_by == (self.index, self.incarnation)
 
     def admits(self, call: CallState) -> bool:
-        """Whether the call may join those that run now; memory is another question."""
+        """Whether the call may join those that run now, memory aside."""
         if self.state is not DeviceState.READY or len(self.running) >= self.spec.streams:
             return False
         if self.trust.suspected:
@@ -333,13 +333,13 @@ class WorkerState:
         )
 
     def could_hold(self, nbytes: int) -> bool:
-        """Whether so much of its own memory can be had at all, were it idle; unknown counts as yes."""
+        """Whether it has this much memory of its own when idle; unknown counts as yes."""
         return self.memory_bytes is None or nbytes <= self.memory_bytes
 
     def has_free(self, nbytes: int) -> bool:
-        """Whether so much of its own memory can be had now."""
+        """Whether this much of its own memory is free now; unknown counts as yes."""
         return self.memory_bytes is None or nbytes + self.memory_used_bytes <= self.memory_bytes
 
     def is_current(self, incarnation: int) -> bool:
-        """Whether an event of this process is about the present one."""
+        """Whether an event of this incarnation is about the current process."""
         return self.alive and incarnation == self.incarnation

@@ -1,23 +1,24 @@
-"""Who a call is counted for: its tenant, whose calls share limits and a place in the queue."""
+"""Tenants, for whom calls are counted: a tenant's calls share limits and a place in the queue."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 OTHERS = "other"
-"""What metrics call all tenants that nobody listed, so that callers cannot make more of them."""
+"""Name in metrics of all tenants that are not configured, so that callers cannot add more names."""
 
 
 @dataclass(frozen=True)
 class Tenant:
-    """Whose calls are limited and scheduled together.
+    """A caller, or several, whose calls are limited and scheduled together.
 
     Attributes:
         name: Unique among tenants; it appears in logs.
         weight: Share of the devices' time, relative to those of other tenants that have calls waiting.
-        max_priority: What higher priorities of its calls are lowered to.
-        max_queue_depth: Its calls that have not started, uploads included; None for no quota.
-        max_inflight_bytes: Operands and results of its calls, until the memory is given back; None likewise.
+        max_priority: Highest priority of its calls; higher ones are lowered to it.
+        max_queue_depth: Limit on calls that have not started, uploads included; None for no quota.
+        max_inflight_bytes: Limit on bytes of operands and results until their memory is given back; None for
+            no quota.
         shown: Its name in metrics.
     """
 
@@ -30,4 +31,4 @@ class Tenant:
 
 
 NOBODY = Tenant("")
-"""Of calls that nobody identified, such as those of an acceptance."""
+"""The tenant of unidentified calls, such as those of an acceptance."""

@@ -1,4 +1,4 @@
-"""The ticket of an accepted call: from the taking of its bytes until no worker touches them."""
+"""The ticket of an accepted call, from the reservation of its bytes until no worker touches them."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from npugrad_server.worker.protocol import CallFailed, DeviceReady
 
 _MOST_LOST_MARKS = 48
-"""Two for each start that came to nothing."""
+"""Two for each lost start."""
 
 
 class Ticket:
-    """The bytes and the queue place of one accepted call; leaving it, or `close`, gives them back.
+    """The bytes and the queue place of one accepted call; `close`, or leaving its context, gives them back.
 
     Attributes:
         planned: The call.
@@ -42,23 +42,23 @@ class Ticket:
         demand: What it needs.
         prediction: When it was expected to be done.
         operands: Its part of the input arena.
-        state: What the scheduler knows of it.
-        started: Whether its operands are complete, so that they must not change any more.
+        state: What the scheduler knows about it.
+        started: Whether its operands are complete and must not change any more.
         closed: Whether its bytes were given back.
         future: Where the caller waits; None before `DevicePool.run`.
         reported: Whether the observer was told how it ended.
-        start: The last start of it.
+        start: Its last start.
         arena: Output arena of the process it started on.
         answer: That process's answer.
-        held: That arena, once its results are the caller's.
+        held: That arena, once its results were handed to the caller.
         marks: When its stages ended, from the first start on.
         use: What its tenant holds, this call included; None before `DevicePool.admit`.
         waits: Whether it has not started and counts as waiting for its tenant.
-        inflight_bytes: What it counts for in its tenant's bytes in flight.
+        inflight_bytes: What it adds to its tenant's bytes in flight.
         is_upload: Whether its operands were still to come when it was admitted.
         check: The comparison of its results with the reference; None for none.
-        give_way: Asked where others wait for what it holds, while its operands or its results are moved:
-            whether it is given back, at once or soon.
+        give_way: Called while its operands or results are in transit, when others need the memory it holds;
+            returns whether that is given back, at once or soon.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Ticket:
             planned: The call.
             demand: What it needs.
             operands: Its part of the input arena.
-            memory: That part, which is released once the ticket is closed.
+            memory: View of that part, released once the ticket is closed.
             on_close: Called once, when it is closed.
             prediction: When it is expected to be done.
         """
@@ -121,7 +121,7 @@ class Ticket:
     # ---------------------------------------------------------------------------------- what the caller sees
 
     def view(self, name: str) -> memoryview:
-        """Writable memory of an operand's content, exactly its `content_bytes`; errors as of `views`."""
+        """Writable memory of an operand's content, exactly its `content_bytes`; errors as in `views`."""
         return self.views((name,))[0]
 
     def views(self, names: Iterable[str]) -> list[memoryview]:
@@ -129,7 +129,7 @@ class Ticket:
 
         Raises:
             KeyError: An operand is null, or the operator has none of this name.
-            RuntimeError: The ticket was closed, or its call was started: operands do not change any more.
+            RuntimeError: The ticket was closed, or its call was started: operands must not change any more.
         """
         if self.closed or self.started:
             raise RuntimeError(
@@ -146,10 +146,10 @@ class Ticket:
         return found
 
     def close(self) -> None:
-        """Gives every byte back; may be called again. A call that still waits or runs is cancelled.
+        """Gives every byte back, and cancels a call that still waits or runs. Idempotent.
 
-        Views from `view` and of an outcome are released: using one of them afterwards is a ValueError, and
-        not somebody else's data.
+        Views from `view` and of an outcome are released: using one afterwards raises ValueError instead of
+        exposing another call's data.
         """
         if self.closed:
             return
@@ -158,17 +158,17 @@ class Ticket:
             try:
                 self._views.pop().release()
             except BufferError:
-                continue  # an array was made of it, which is then the user's fault
+                continue  # an array was made from it; using that is the caller's fault
         self._on_close(self)
 
     def end_check(self) -> None:
-        """Its results were compared, or will not be: what was kept for that goes, if nobody else has it."""
+        """Ends its comparison, done or not; a closed ticket then gives back what was kept for it."""
         self.check = None
         if self.closed:
             self._on_close(self)
 
     def __enter__(self) -> Ticket:
-        """Nothing: the bytes are reserved already."""
+        """Returns the ticket; its bytes are already reserved."""
         return self
 
     def __exit__(
@@ -182,8 +182,8 @@ class Ticket:
     def order(self, start: StartCall, process: WorkerProcess) -> RunCall | RunAgain:
         """Notes where it runs; returns the order for the worker.
 
-        A call that has to be run again is brought whole, whatever its first worker was brought: what went
-        wrong with it must not depend on what was kept.
+        A call that is run again is sent whole, whatever its first worker was sent: what went wrong with it
+        must not depend on a kept plan.
         """
         self.start, self.arena, self.answer = start, process.outputs, None
         if self.waits:
@@ -207,7 +207,7 @@ class Ticket:
         )
 
     def whole(self, plan: int | None = None) -> RunCall:
-        """The order for the worker with all that there is to say, after `order`.
+        """Returns the complete order for the worker, after `order`.
 
         Args:
             plan: Number under which the worker is to keep what later calls share with it.
@@ -233,14 +233,14 @@ class Ticket:
         )
 
     def outcome(self, device: str, ready: DeviceReady) -> Outcome:
-        """What the caller gets of a worker's results, which are held from now on.
+        """Returns the worker's results for the caller; their memory is held from now on.
 
         Args:
             device: Name of the device.
-            ready: What its worker said of it.
+            ready: What its worker said about it.
 
         Raises:
-            RuntimeError: There are none.
+            RuntimeError: There are no results.
         """
         answer, start, planned = self.answer, self.start, self.planned
         if not isinstance(answer, CallDone) or start is None or self.arena is None:
@@ -268,36 +268,36 @@ class Ticket:
         return Outcome(self._lend(self.arena), info)
 
     def stop_waiting(self) -> None:
-        """It does not count as waiting for its tenant any more."""
+        """Stops counting it among its tenant's waiting calls."""
         if self.waits and self.use is not None:
             self.use.waiting_count -= 1
         self.waits = False
 
     def give_back(self, nbytes: int) -> None:
-        """So many bytes do not count as its tenant's any more."""
+        """Stops counting this many bytes as its tenant's."""
         if self.use is not None:
             self.use.inflight_bytes -= nbytes
             self.inflight_bytes -= nbytes
 
     def mark_lost(self) -> None:
-        """The last start came to nothing; after many, it is one with the one before.
+        """Marks the last start as lost; after many, merges it with the one before.
 
         A device that has no room for a call may give it back any number of times, and the marks travel as
-        metadata, of which gRPC takes some kilobytes.
+        metadata, which gRPC limits to some kilobytes.
         """
         self.marks.append(("lost", time.monotonic()))
         if len(self.marks) > _MOST_LOST_MARKS:
             del self.marks[-3:-1]
 
     def mark_failed(self) -> None:
-        """The call ends without results: it waited for a device until now, or its start came to nothing."""
+        """Marks the end of a call without results: it waited until now, or its last start was lost."""
         last = self.marks[-1][0] if self.marks else "lost"
         if last:  # else it has results, which nobody waited for
             self.marks.append(("lost" if last == "queued" else "queued", time.monotonic()))
 
     def _mark_done(self, answer: CallDone) -> None:
         at = answer.begun_s
-        self.marks[-1] = ("queued", at)  # until the worker took it up
+        self.marks[-1] = ("queued", at)  # until the worker began it
         for stage, seconds in (
             ("copy_in", answer.copy_in_s),
             ("run", answer.run_s),
@@ -310,7 +310,7 @@ class Ticket:
         self.marks.append(("", time.monotonic()))
 
     def _lend(self, arena: OutputArena) -> dict[str, memoryview]:
-        """Views of the results, which are released once the ticket is closed."""
+        """Returns views of the results, released once the ticket is closed."""
         region, offsets = self.state.region, self.demand.outputs.offsets
         memory = arena.view(region, 0, region.nbytes)
         found = {

@@ -1,4 +1,4 @@
-"""What the pool takes and gives: settings, a validated call, its outcome, states and figures.
+"""What goes into the pool and comes out: settings, a validated call, its outcome, states and figures.
 
 Free of gRPC, settings libraries and protobuf, so that the pool can be run and tested without them.
 """
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
 
 
 START_LIMIT_FACTOR = 3
-"""How many times `worker_start_timeout_s` the first start of a worker may take in all."""
+"""A worker's first start may take this many times `worker_start_timeout_s` in all."""
 
 
 WORKER_MODULE = "npugrad_server.worker"
-"""What a worker process runs."""
+"""The module that a worker process runs."""
 
 
 @dataclass(frozen=True)
 class PoolSettings:
-    """What a pool is opened with.
+    """The settings of a pool.
 
     Attributes:
         devices: Concrete devices such as ``"cpu:0"`` or ``"test:0?ms=20"``; lists and ``"auto"`` are resolved
@@ -42,21 +42,21 @@ class PoolSettings:
         input_arena_bytes: Memory for the operands of all admitted calls.
         output_arena_bytes: Memory for results, for each device.
         prefault_bytes: How much of each arena is backed by memory at the start.
-        max_queue_depth: Admitted calls that have not started, but for uploads.
+        max_queue_depth: Limit on admitted calls that have not started, not counting uploads.
         streams_per_device: Calls that run at once on one device.
         hang_grace_s: Seconds a launched call may outlive its deadline before its worker is ended.
-        worker_start_timeout_s: Seconds that a worker's start may stand still, from one stage to the next.
+        worker_start_timeout_s: Seconds that a worker's start may take from one stage to the next.
         respawn_backoff_s: Delay before a worker that failed once is started again; it doubles each time.
-        respawn_backoff_max_s: Upper limit of that delay; a device that goes on failing waits longer.
-        max_respawns: Losses in a row that count against a device before it is marked down.
-        circuit_deaths: Workers that die within 60 s under calls of one tenant and signature, after which such
+        respawn_backoff_max_s: Upper limit of that delay; a device that keeps failing waits longer.
+        max_respawns: Consecutive losses that may count against a device before it is marked down.
+        circuit_deaths: Worker deaths within 60 s under calls of one tenant and signature after which such
             calls are refused; 0 for never.
-        max_attempts: How often a call is started in all, when its workers die under it.
-        device_memory_bytes: Host memory for what workers make of operands (strided ones are made contiguous),
-            for all together. None takes half of the machine's or the container's limit. What a device has of
-            its own it says itself.
+        max_attempts: How often a call is started in all if its workers die under it.
+        device_memory_bytes: Host memory for what all workers together make of operands (strided ones are made
+            contiguous); None for half of the machine's or the container's limit. Devices report their
+            own memory.
         run_limit_s: Seconds a call may run, whatever its deadline, before its worker is ended.
-        heartbeat_timeout_s: Seconds a ready worker may be silent, though asked, before it is ended.
+        heartbeat_timeout_s: Seconds a ready worker may leave pings unanswered before it is ended.
         canary_interval_s: Seconds between two rounds of a device's canaries; 0 for none once it is ready.
         print_fd: Descriptor that workers print to, standard error by default.
         worker_module: Module that a worker process runs.
@@ -86,7 +86,7 @@ class PoolSettings:
 
     @property
     def start_limit_s(self) -> float:
-        """Seconds that the first start of a worker may take in all, however it gets on."""
+        """Seconds that the first start of a worker may take in all, whatever its progress."""
         return START_LIMIT_FACTOR * self.worker_start_timeout_s
 
 
@@ -94,18 +94,18 @@ class PoolSettings:
 class CallPlan:
     """What follows from a legal request's signature, whatever its contents: made once, used by many calls.
 
-    Calls share a plan where they have the same object; two plans that look alike are two. Nothing that was
-    measured is in it: workspace, memory and the state of devices are asked anew for each call.
+    Plans are compared by identity: two that look alike are different plans. They contain nothing that was
+    measured: workspace, memory and the state of devices are queried anew for each call.
 
     Attributes:
         record: Record of the operator.
         call: Metas and attributes.
         outputs: Inferred outputs by name, None for masked-out ones.
         options: Options of the call; label and priority, which differ from call to call, at their defaults.
-        is_kept: Whether later calls may meet it again.
-        unused: Operands whose content is not kept: no wanted result depends on it. They are contiguous, and
-            zeros wherever the operator looks at them.
-        demands: What the call needs, once it was counted, by whether devices have memory of their own.
+        is_kept: Whether later calls may reuse it.
+        unused: Operands whose content is not kept because no wanted result depends on it. The operator sees
+            them as contiguous zeros.
+        demands: What the call needs, as far as counted, by whether devices have memory of their own.
     """
 
     record: OpRecord
@@ -118,7 +118,7 @@ class CallPlan:
 
     @cached_property
     def signature(self) -> bytes:
-        """Digest of what it was made of: that of two plans which look alike is the same."""
+        """Digest of what it was made from; the same for two plans that look alike."""
         outputs = [name for name, meta in self.outputs.items() if meta is not None]
         call = self.call
         parts = (self.record.name, call.product, call.inputs, call.attrs, outputs, self.options)
@@ -130,10 +130,10 @@ class PlannedCall:
     """A call that the validator passed.
 
     Attributes:
-        plan: What of it other calls may share.
-        options: Options of the call: the plan's, with the label and the priority of this one.
+        plan: The part that other calls may share.
+        options: The plan's options, with this call's label and priority.
         request_id: Identifier of the request in the log.
-        deadline_s: `time.monotonic()` from which on the result is of no use; None for never.
+        deadline_s: `time.monotonic()` from which the result is useless; None for no deadline.
         tenant: Whose call it is.
     """
 
@@ -153,7 +153,7 @@ class PlannedCall:
         request_id: str = "",
         deadline_s: float | None = None,
     ) -> PlannedCall:
-        """A call with a plan that no other call has; arguments as the attributes of both."""
+        """Makes a call that shares its plan with no other; arguments as the attributes of both classes."""
         shared = replace(options, label="", priority=0)
         return cls(CallPlan(record, call, outputs, shared, is_kept=False), options, request_id, deadline_s)
 
@@ -163,7 +163,7 @@ class Outcome:
     """The result of a call.
 
     Attributes:
-        contents: Read-only bytes of each wanted output by name, row-major, until the ticket is closed.
+        contents: Read-only bytes of each wanted output by name, row-major; valid until the ticket is closed.
         info: What produced them, and how long it took.
     """
 
@@ -180,7 +180,7 @@ class DeviceState(str, Enum):
     DOWN = "down"
     """Calls do not wait for it; unless it is damaged, it is tried again."""
     QUARANTINED = "quarantined"
-    """It has computed wrongly: nothing that it answers counts; see `pool.quarantine`."""
+    """It has computed wrongly: its answers are ignored; see `pool.quarantine`."""
 
     def __str__(self) -> str:
         """The name."""
@@ -194,16 +194,16 @@ class DeviceStatus:
     Attributes:
         name: Such as ``"cpu:0"``.
         backend: Backend that drives it, such as ``"cpu-reference"``; empty before it was first ready.
-        description: What the device is, for a person.
+        description: Readable description of the device.
         simulated: Whether its results come from a simulation.
-        state: Where it stands.
+        state: Its state.
         restarts: How often its worker was restarted.
-        reason: Why it is not ready, or what its start is at; empty when it is.
+        reason: Why it is not ready, or the stage of its start; empty when it is ready.
         pid: Process of its worker; None while there is none.
-        memory_bytes: What calls may have of its own memory; None for a device without, or not ready yet.
-        memory_used_bytes: What running calls have of it, or have set aside.
+        memory_bytes: Bytes of its own memory that calls may use; None for a device without, or not ready yet.
+        memory_used_bytes: Bytes of it that running calls use or have set aside.
         next_try_s: Seconds until a device that is down is tried again; None for others, and for one that is
-            not tried any more.
+            not tried again.
         unavailable: Operators that it cannot run.
     """
 
@@ -227,18 +227,18 @@ class PoolStats:
 
     Attributes:
         queue_depth: Calls that wait for a device.
-        running: Calls that run on a device, those that nobody waits for any more included.
+        running: Calls that run on a device, orphaned ones included.
         accepted_calls: Calls admitted since the start.
         finished_calls: Calls with an answer, good or bad, since the start.
         input_arena_used_bytes: Operand memory in use.
         output_arena_used_bytes: Result memory in use, over all devices.
         uploads: Admitted calls whose operands are still being written.
-        input_arena_bytes: Operand memory there is.
-        output_arena_bytes: Result memory there is, over all devices.
-        open_circuits: Signatures of a tenant whose calls are refused, because workers died under them.
-        tenants: Calls that have not started, and bytes in flight, by what metrics call tenants.
-        queued_s: Seconds of a device's stream that the calls which wait are expected to take.
-        longest_wait_s: How long the call that waits the longest has waited so far; 0.0 where none waits.
+        input_arena_bytes: Total operand memory.
+        output_arena_bytes: Total result memory, over all devices.
+        open_circuits: Signatures of a tenant whose calls are refused because workers died under them.
+        tenants: Calls that have not started, and bytes in flight, by the tenant's name in metrics.
+        queued_s: Seconds of a device's stream that the waiting calls are expected to take.
+        longest_wait_s: How long the longest-waiting call has waited so far; 0.0 if none waits.
     """
 
     queue_depth: int
@@ -257,7 +257,7 @@ class PoolStats:
 
 
 class PoolObserver:
-    """What the pool tells whoever counts; subclass it and override what is wanted, the rest does nothing.
+    """Receives the pool's events; subclass it and override the methods you need. By default they do nothing.
 
     Every method is called on the pool's event loop and must return at once.
     """
@@ -266,7 +266,7 @@ class PoolObserver:
         """A call was admitted."""
 
     def call_started(self, planned: PlannedCall, device: str, attempt: int, queued_s: float) -> None:
-        """A call was handed to a device: its `attempt`-th start, `queued_s` after its operands were there."""
+        """A call was handed to a device: its `attempt`-th start, `queued_s` after its operands arrived."""
 
     def call_finished(
         self, planned: PlannedCall, reason: str, seconds: float, info: ExecutionInfo | None
@@ -276,47 +276,47 @@ class PoolObserver:
         Args:
             planned: The call.
             reason: ``"OK"`` or the row of the error table.
-            seconds: Seconds since its operands were there.
+            seconds: Seconds since its operands arrived.
             info: What produced the result; None for an error.
         """
 
     def call_requeued(self, planned: PlannedCall, device: str) -> None:
-        """The worker of a device died under a call, which waits for another try."""
+        """The worker of a device died under a call, which now waits for another try."""
 
     def call_redirected(self, planned: PlannedCall, device: str, reason: str) -> None:
-        """A device could not take a call now, which waits for another one; `reason` is that of its answer."""
+        """A device could not take a call, which now waits for another device; `reason` says why."""
 
     def workspace_asked(self, device: str, answer: str) -> None:
         """A call needed more workspace than was set aside for it.
 
         Args:
             device: Where it runs.
-            answer: ``"granted"``; ``"postponed"``: no room now; ``"refused"``: no device has so much.
+            answer: ``"granted"``; ``"postponed"``: no room now; ``"refused"``: no device has that much.
         """
 
     def call_postponed(self, planned: PlannedCall, device: str) -> None:
-        """A call waits again, because its device had no room for its workspace."""
+        """A call waits again because its device had no room for its workspace."""
 
     def worker_lost(self, device: str, reason: str) -> None:
-        """A worker process ended; `reason` says how, for a person."""
+        """A worker process ended; `reason` says in words how."""
 
     def circuit_opened(self, planned: PlannedCall) -> None:
-        """Calls of a tenant and signature, that of this call, are refused for a while."""
+        """Calls with the tenant and signature of this call are refused for a while."""
 
     def device_changed(self, status: DeviceStatus) -> None:
-        """A device went into another state."""
+        """A device changed its state."""
 
     def canaries_run(self, device: str, result: str, count: int) -> None:
-        """A device has run so many canaries: ``"ok"``, ``"mismatch"`` or ``"error"``."""
+        """A device has run `count` canaries with this result: ``"ok"``, ``"mismatch"`` or ``"error"``."""
 
     def results_compared(self, device: str, kind: str, result: str) -> None:
         """Results of a call were compared with the reference.
 
         Args:
             device: Where it ran.
-            kind: ``"verify"``: its caller waits for it; ``"sample"``: the server does it for itself.
+            kind: ``"verify"``: its caller waits for it; ``"sample"``: the server's own check.
             result: ``"ok"``, ``"mismatch"``; ``"unfinished"``: not in time, or there was an error;
-                ``"skipped"``: no verifier had time for the sample, or it was too large.
+                ``"skipped"``: no verifier was free for the sample, or it was too large.
         """
 
     def device_mismatched(self, device: str, operator: str) -> None:

@@ -1,14 +1,14 @@
-"""Verification: results are compared with the reference, by processes of their own and on no device's worker.
+"""Verification: compares results with the reference, in separate processes, not in the devices' workers.
 
 Guarantees
-    - A call with `verify` has its answer when it was compared, or when its deadline has passed. Its device
+    - A call with `verify` gets its answer after the comparison, or when its deadline has passed. Its device
       runs other calls meanwhile.
-    - Of other calls a share, `verify_sample`, is compared after they have their answers: none waits for it.
-      Until then, for at most `SAMPLE_LIMIT_S`, their memory stays in the arenas; so there is one such call at
-      a time, it holds at most one part in `SAMPLE_SHARE` of an arena, and none is begun while another call
-      waits to be compared.
-    - Nothing is compared whose memory was given back: a verifier that still reads it is ended.
-    - Calls are compared in their order, at most `MOST_VERIFIERS` at once. One under which two verifiers ended
+    - A share `verify_sample` of the other calls is compared after they have their answers, so none waits for
+      it. Until it is compared, for at most `SAMPLE_LIMIT_S`, such a call's memory stays in the arenas; so
+      there is one at a time, it holds at most one part in `SAMPLE_SHARE` of an arena, and none is begun while
+      another call waits to be compared.
+    - No comparison uses memory that was given back: a verifier that still reads it is ended.
+    - Calls are compared in order, at most `MOST_VERIFIERS` at once. A call under which two verifiers ended
       gets an error.
 """
 
@@ -48,7 +48,7 @@ SAMPLE_LIMIT_S = 60.0
 SAMPLE_SHARE = 4
 _MOST_TRIES = 2
 _PAUSE_S = 1.0
-"""Seconds before a verifier is started in place of one that did not start, or ended."""
+"""Seconds before a verifier that did not start, or ended, is replaced."""
 
 
 @dataclass(eq=False)
@@ -57,13 +57,13 @@ class ResultCheck:
 
     Attributes:
         ticket: The call.
-        arena: Where its results lie; held.
-        order: The call as a verifier is told it.
+        arena: Arena of its results; held.
+        order: The call as sent to a verifier.
         is_sample: Whether its caller has the answer already.
         worker: The device that computed it.
-        incarnation: Its process.
-        timer: Ends it.
-        tries: Verifiers that had it.
+        incarnation: The process that computed it.
+        timer: Ends the comparison.
+        tries: Verifiers that were given it.
     """
 
     ticket: Ticket
@@ -78,7 +78,7 @@ class ResultCheck:
 
 @dataclass(eq=False)
 class _Seat:
-    """Room for one verifier: its process, None while it is started; what it compares."""
+    """A slot for one verifier: its process, None while it starts, and what it compares."""
 
     process: WorkerProcess | None = None
     check: ResultCheck | None = None
@@ -86,7 +86,7 @@ class _Seat:
 
 
 class Verification:
-    """Compares what has to be compared, before or after callers get it. On the pool's event loop."""
+    """Compares results before or after callers get them. On the pool's event loop."""
 
     def __init__(
         self,
@@ -105,8 +105,8 @@ class Verification:
             fleet: The devices.
             inputs: Arena of the operands.
             completion: Gives callers their answers.
-            observer: Who counts.
-            on_mismatch: Told of results that are wrong, with the figures, before their caller is.
+            observer: Told of every comparison.
+            on_mismatch: Told of wrong results, with the figures, before their caller is.
         """
         self._settings, self._fleet, self._inputs = settings, fleet, inputs
         self._completion, self._observer, self._on_mismatch = completion, observer, on_mismatch
@@ -121,14 +121,14 @@ class Verification:
         self._closing = False
 
     def open(self) -> None:
-        """Starts a verifier, where calls are sampled."""
+        """Starts a verifier if calls are sampled."""
         if self._share:
             self._start()
 
     # ------------------------------------------------------------------------------------ calls that are done
 
     def complete(self, ticket: Ticket) -> None:
-        """A worker has answered a call: its caller gets that, at once or once it was compared.
+        """A worker has answered a call: its caller gets the answer at once, or after the comparison.
 
         Raises:
             RuntimeError: The call was not started.
@@ -152,12 +152,12 @@ class Verification:
         self._seat_waiting()
 
     def _begin_sample(self, ticket: Ticket) -> None:
-        """Has a call compared that has its answer, if a verifier has time for it and memory is not short."""
+        """Has an answered call compared if a verifier is free and the call does not hold too much memory."""
         if not isinstance(ticket.answer, CallDone) or ticket.start is None or not _has_results(ticket):
             return
         info = self._fleet.devices[ticket.start.worker].info
         if info is None or not info.canaries:
-            return  # nobody expects it to compute
+            return  # a device without canaries is not expected to compute
         seat = next((s for s in self._seats if s.process and not s.check and not s.is_leaving), None)
         fits = ticket.operands.nbytes * SAMPLE_SHARE <= self._inputs.nbytes and (
             ticket.arena is not None and ticket.state.region.nbytes * SAMPLE_SHARE <= ticket.arena.nbytes
@@ -179,7 +179,7 @@ class Verification:
         return check
 
     def keeps(self, check: ResultCheck) -> bool:
-        """The caller of a call is done with it; whether its memory has to stay."""
+        """The caller is done with a call; returns whether its memory has to stay."""
         if check.is_sample:
             return True  # `Ticket.end_check` follows
         self._leave(check)
@@ -189,7 +189,7 @@ class Verification:
     # ----------------------------------------------------------------------------------------------- the ends
 
     def _late(self, check: ResultCheck) -> None:
-        """Nobody waits for a comparison any longer."""
+        """Gives up a comparison that takes too long."""
         self._leave(check)
         self._tell(check.ticket, is_sample=check.is_sample, result="unfinished")
         self._end(check)
@@ -198,7 +198,7 @@ class Verification:
             self._completion.fail(check.ticket, FailCall(check.ticket.number, "DEADLINE_EXCEEDED", detail))
 
     def _leave(self, check: ResultCheck) -> None:
-        """Takes a call out of the queue, or from its verifier, which is ended: it may read for long yet."""
+        """Takes a call out of the queue, or ends its verifier, which might go on reading for long."""
         if check in self._waiting:
             self._waiting.remove(check)
         for seat in self._seats:
@@ -207,7 +207,7 @@ class Verification:
                 seat.process.kill()
 
     def _end(self, check: ResultCheck) -> None:
-        """Lets go of what a call holds for the comparison."""
+        """Releases what a call holds for the comparison."""
         if check.timer is not None:
             check.timer.cancel()
         if check is self._sample:
@@ -245,7 +245,7 @@ class Verification:
     # ---------------------------------------------------------------------------------------------- processes
 
     def _seat_waiting(self) -> None:
-        """Gives calls that wait to verifiers that do not, and starts more of these."""
+        """Gives waiting calls to free verifiers, and starts more verifiers."""
         for seat in self._seats:
             if self._waiting and seat.process and seat.check is None and not seat.is_leaving:
                 self._give(seat, self._waiting.popleft())
@@ -293,7 +293,7 @@ class Verification:
         self._seat_waiting()
 
     def _not_started(self, seat: _Seat, error: Exception) -> None:
-        """The host had no descriptor, memory, process or thread left."""
+        """The host was out of descriptors, memory, processes or threads."""
         if not self._closing:
             _log.warning("a verifier did not start: %s", error)
         self._seats.remove(seat)
@@ -324,7 +324,7 @@ class Verification:
             self._fleet.let_go(seat.process.outputs)
         if self._closing:
             return
-        if check is None:  # it was told to, or nobody knows why
+        if check is None:  # it was ended, or nobody knows why
             if not seat.is_leaving:
                 self._start_later()
         else:
@@ -339,7 +339,7 @@ class Verification:
             self.open()
 
     async def close(self) -> None:
-        """Ends all verifiers and waits for them; calls that wait have their answers already. Idempotent."""
+        """Ends all verifiers and waits for them; waiting calls have their answers already. Idempotent."""
         self._closing = True
         if self._pause is not None:
             self._pause.cancel()

@@ -1,25 +1,25 @@
-"""How a worker lives: started, watched while it starts, ended, restarted.
+"""The life cycle of a worker: started, watched while it starts, ended, restarted.
 
-What a loss counts for
-    - A process that cannot even be started is the host's trouble (descriptors, memory, processes), and counts
+What a loss counts against
+    - A process that cannot even be started is the host's problem (descriptors, memory, processes), and counts
       against no device.
-    - A death under calls counts against those calls, whatever becomes of them. It counts against the device
-      too once a call that ran isolated there has been done by another one. Until then one that is the fault
-      of a single call (`WorkerState.culprit`) does not even lengthen the wait for the next process.
+    - A death under calls counts against those calls, whatever becomes of them. It also counts against the
+      device once another device has completed a call that ran alone there. Until then a death that is the
+      fault of a single call (`WorkerState.culprit`) does not even lengthen the wait for the next process.
     - Anything else counts against the device: a start that fails, the death of an idle process.
 
 What follows
-    - After `max_respawns` losses in a row that count, or as many spawns in a row that failed, a device is
-      down: calls do not wait for it. It stays so until it is open again.
-    - A device that is down is tried again without end, unless it is damaged (`RestartPolicy.NEVER`).
+    - After more than `max_respawns` consecutive losses that count, or as many consecutive failed spawns, a
+      device is down: calls do not wait for it until it has opened again.
+    - A device that is down is retried indefinitely, unless it is damaged (`RestartPolicy.NEVER`).
     - The waits between tries grow. They never exceed `respawn_backoff_max_s` after a failed spawn, after the
-      death of an idle process, and while nothing counts against the device: what causes those may be over at
-      any moment. Otherwise they grow up to `SLOWEST_S`, a tenth at a time where the device only failed, and
-      doubling where it asked for time or somebody has to mend something.
-    - A start that stands still, or takes too long in all, is ended. The next one gets twice the time, up to
-      `2 ** MAX_TIME_DOUBLINGS` times; when that was not enough either, the device is down.
-    - Of devices whose start is heavy at most `STARTS_AT_ONCE` begin one within `TURN_S`, unless earlier ones
-      are over: vendor libraries take minutes of processor time, which all of them would share.
+      death of an idle process, and while nothing counts against the device: the cause may be gone at any
+      moment. Otherwise they grow up to `SLOWEST_S`: by a tenth each time if the device only failed, by
+      doubling if it asked for time or something has to be fixed.
+    - A start that makes no progress, or takes too long in all, is ended. The next one gets twice the time, up
+      to `2 ** MAX_TIME_DOUBLINGS` times the first; if that is not enough either, the device is down.
+    - At most `STARTS_AT_ONCE` heavy starts begin within `TURN_S`, unless earlier ones are over: vendor
+      libraries take minutes of processor time, which all starts would share.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ if TYPE_CHECKING:
 SLOWEST_S = 60.0
 """Longest wait before a device is tried again, unless `respawn_backoff_max_s` is longer."""
 MAX_TIME_DOUBLINGS = 2
-"""How often a start that took too long gets twice the time of the one before."""
+"""How often the time for a start is doubled after one that took too long."""
 TRIAL_ROUNDS = 3
-"""How often the canaries of a device in quarantine have to be right before it takes calls again."""
+"""How often the canaries of a quarantined device must be right before it takes calls again."""
 STARTS_AT_ONCE, TURN_S = 2, 30.0
 _GROWTH = 1.1
 _FIRST_STAGE = "starting its process"
@@ -65,7 +65,7 @@ class WorkerLifecycle:
         Args:
             settings: Times and limits.
             workers: The devices.
-            on_change: Called whenever one of them is in another state.
+            on_change: Called whenever one of them changes its state.
         """
         self._settings, self._workers, self._on_change = settings, workers, on_change
         self.all_down = not workers
@@ -78,7 +78,7 @@ class WorkerLifecycle:
     # ------------------------------------------------------------------------------------------------- starts
 
     def begin(self, worker: WorkerState, now: float, out: list[Command]) -> None:
-        """Starts the next process of a device, or has it wait for its turn."""
+        """Starts the next process of a device, or makes it wait for its turn."""
         worker.alarm = self._turn_s(worker, now)
         if worker.alarm is None:
             self._spawn(worker, now, out)
@@ -88,7 +88,7 @@ class WorkerLifecycle:
                 self._change(worker, DeviceState.STARTING, "waiting for other devices to start", out)
 
     def take_turns(self, now: float, out: list[Command]) -> None:
-        """A start is over: those that wait for it begin, devices that are down last."""
+        """A start is over: begins those that waited for it, devices that are down last."""
         waiting = [worker for worker in self._workers if worker.waits]
         for worker in sorted(waiting, key=lambda worker: worker.is_out):
             self.begin(worker, now, out)
@@ -116,7 +116,7 @@ class WorkerLifecycle:
             self._change(worker, DeviceState.STARTING, reason, out)
 
     def progress(self, worker: WorkerState, stage: str, now: float, out: list[Command]) -> None:
-        """A process has come to the next stage of its start, which has as much time as any."""
+        """A process has reached the next stage of its start, which gets as much time as any other."""
         if worker.opened or worker.ending or worker.failure is not None:
             return
         limit_s = self._stage_limit_s(worker)
@@ -134,7 +134,7 @@ class WorkerLifecycle:
         return self._settings.worker_start_timeout_s * (1 << min(worker.timeouts, MAX_TIME_DOUBLINGS))
 
     def overdue(self, worker: WorkerState, now: float, out: list[Command]) -> None:
-        """The alarm of a worker has come: its start takes too long, or it is to be started again."""
+        """The alarm of a worker is due: its start takes too long, or it is to be started again."""
         if not worker.alive:
             self.begin(worker, now, out)
             return
@@ -149,7 +149,7 @@ class WorkerLifecycle:
     # ---------------------------------------------------------------------------------------------- the ends
 
     def kill(self, worker: WorkerState, reason: str, out: list[Command], *, exempt: bool) -> None:
-        """Ends the process of a device; one that is being ended already is left alone."""
+        """Ends the process of a device, unless it is being ended already."""
         if not worker.alive or worker.ending:
             return
         worker.alarm, worker.ending, worker.exempt, worker.ended_for = None, True, exempt, reason
@@ -158,13 +158,13 @@ class WorkerLifecycle:
             self._change(worker, DeviceState.RESTARTING, reason, out)
 
     def quarantine(self, worker: WorkerState, reason: str, out: list[Command], *, lasts: bool = True) -> None:
-        """Takes a device out of use that has computed wrongly, and ends its process, if there is one.
+        """Takes a device that has computed wrongly out of use, and ends its process, if there is one.
 
         Args:
             worker: The device.
             reason: What it computed, and the figures.
             out: Gets the commands.
-            lasts: Whether a second one is final.
+            lasts: Whether this quarantine counts; the second one that does is final.
         """
         trust = worker.trust
         trust.quarantines += lasts
@@ -179,7 +179,7 @@ class WorkerLifecycle:
         Args:
             worker: Its device.
             host: Whether it could not even be started.
-            blamed: Whether it is the fault of one call.
+            blamed: Whether one call caused it.
         """
         if worker.exempt:
             return
@@ -194,7 +194,7 @@ class WorkerLifecycle:
             worker.failures += 1
 
     def count_success(self, worker: WorkerState, call: CallState) -> None:
-        """Counts a call that a device has done: it was not that call which killed workers elsewhere."""
+        """Counts a call that a device has completed: so it is not the call that killed workers elsewhere."""
         for index, count in call.solo_losses.items():
             self._workers[index].failures += count
             self._workers[index].losses += count
@@ -205,7 +205,7 @@ class WorkerLifecycle:
 
         Args:
             worker: The device.
-            now: When.
+            now: Current time.
             out: Gets the commands.
             idle: Whether no call was running.
         """
@@ -238,7 +238,7 @@ class WorkerLifecycle:
         return min(longest * _power(_GROWTH, beyond), slowest)
 
     def _change(self, worker: WorkerState, state: DeviceState, reason: str, out: list[Command]) -> None:
-        """Puts a device into a state and says so, when what else is new of it is noted."""
+        """Sets a device's state and reports it, after its other changes were made."""
         worker.state, worker.reason = state, reason
         self.all_down = all(each.is_out for each in self._workers)
         self._on_change()

@@ -1,4 +1,4 @@
-"""Questions to devices that are no calls: what would a call need? Nothing is reserved for them."""
+"""Queries that ask devices how much workspace a call would need. They reserve nothing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ANSWER_TIMEOUT_S = 5.0
 
 
 class WorkspaceQueries:
-    """Asks workers, and gives each answer to whoever waits for it. On the pool's event loop."""
+    """Asks workers, and passes each answer to whoever waits for it. On the pool's event loop."""
 
     def __init__(self, fleet: Fleet, scheduler: Scheduler, numbers: Iterator[int]) -> None:
         """Asks nothing yet.
@@ -33,7 +33,7 @@ class WorkspaceQueries:
         Args:
             fleet: The processes.
             scheduler: Knows which of them are ready.
-            numbers: Numbers that no call has.
+            numbers: Numbers that no call uses.
         """
         self._fleet, self._scheduler, self._numbers = fleet, scheduler, numbers
         self._open: dict[int, tuple[int, int, asyncio.Future[int | None]]] = {}
@@ -41,12 +41,12 @@ class WorkspaceQueries:
     async def workspace_bytes(
         self, record: OpRecord, call: CallMeta, timeout_s: float = ANSWER_TIMEOUT_S
     ) -> int | None:
-        """Workspace that a legal call would need; None when no device can tell it now.
+        """Workspace that a legal call would need; None when no device can tell now.
 
         Args:
             record: The operator.
             call: Metas and attributes.
-            timeout_s: Seconds until the answer is of no use.
+            timeout_s: Seconds to wait for the answer.
         """
         worker = self._least_busy(record.name)
         if worker is None:
@@ -63,7 +63,7 @@ class WorkspaceQueries:
             del self._open[number]
 
     def _least_busy(self, operator: str) -> int | None:
-        """The device with the least to do of those that have memory of their own, and so phases."""
+        """The least busy device with memory of its own, and thus a first phase to ask."""
         able = []
         for worker in self._scheduler.workers:
             info = self._fleet.devices[worker.index].info
@@ -83,7 +83,7 @@ class WorkspaceQueries:
         return True
 
     def lost(self, worker: int, incarnation: int) -> None:
-        """A process has ended: it answers nothing any more."""
+        """A process has ended: it answers no more queries."""
         for number, (asked, its_incarnation, _) in list(self._open.items()):
             if (asked, its_incarnation) == (worker, incarnation):
                 self._settle(number, None)

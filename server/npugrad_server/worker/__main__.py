@@ -1,6 +1,6 @@
-"""Entry of a worker process: ``python -m npugrad_server.worker DEVICE CONTROL_FD``.
+"""Entry point of a worker process: ``python -m npugrad_server.worker DEVICE CONTROL_FD``.
 
-DEVICE is there for whoever lists processes; what counts comes over the socket.
+DEVICE identifies the process in process lists; the device to open comes over the socket.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def main(arguments: list[str], records: Mapping[str, OpRecord] = OPERATORS) -> int:
-    """Runs a worker until its socket ends.
+    """Runs a worker until its socket is closed.
 
     Args:
         arguments: Name of the device, or `verifier.NAME`; number of the inherited socket.
@@ -37,11 +37,11 @@ def main(arguments: list[str], records: Mapping[str, OpRecord] = OPERATORS) -> i
     """
     faulthandler.enable()
     keep_from_programs()
-    # A terminal or a service manager signals the whole group, but calls accepted by the server are to
-    # finish while it drains: only the server ends its workers.
+    # A terminal or a service manager signals the whole group, but accepted calls must finish while the
+    # server drains: only the server ends its workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    # When memory runs out a worker is to go rather than the server: its calls are run again.
+    # When memory runs out, a worker should be killed rather than the server: its calls are run again.
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("500")
     control = socket.socket(fileno=int(arguments[1]))
@@ -53,6 +53,6 @@ def main(arguments: list[str], records: Mapping[str, OpRecord] = OPERATORS) -> i
 
 if __name__ == "__main__":
     status = main(sys.argv[1:])
-    # Not sys.exit: threads of vendor libraries may still be there and must not hold the process up.
+    # Not sys.exit: threads of vendor libraries may still run and must not delay the exit.
     sys.stderr.flush()
     leave(status)

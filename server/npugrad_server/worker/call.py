@@ -1,4 +1,4 @@
-"""One call in a worker: what its backend gets of it, and what it and the pool say to each other meanwhile."""
+"""One call in a worker: what its backend gets, and the messages it exchanges with the pool meanwhile."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ ANSWER_TIMEOUT_S = 30.0
 
 
 class WorkerCall(DeviceCall):
-    """A call in hand. The listening thread calls `hear`; the thread that runs the call, the rest.
+    """A call in progress. The listening thread calls `hear`; the thread that runs the call, the rest.
 
-    Its tensors and its stream, which a backend looks at as well, are there once `execute` knows them.
+    `execute` sets its tensors and its stream before a backend sees it.
 
     Attributes:
-        plan: What it shares with other calls; its own where it was brought whole and nothing is to be kept.
+        plan: What it shares with other calls; its own if it was sent whole and nothing is to be kept.
         call: Its number.
         operator: Name of its operator.
         input_offset: First byte of its operands in their arena.
@@ -42,13 +42,13 @@ class WorkerCall(DeviceCall):
         *,
         plan: WorkerPlan | None = None,
     ) -> None:
-        """Asks nothing yet.
+        """Sends nothing yet.
 
         Args:
             order: The call.
             send: Sends a message to the pool.
-            timeout_s: Seconds the pool has to answer a question.
-            plan: The plan that the call has; None for one of its own, which only a whole call can have.
+            timeout_s: Seconds the pool has to answer a query.
+            plan: The call's plan; None for its own plan, which only a whole call can have.
 
         Raises:
             TypeError: The call is not whole, and there is no plan.
@@ -82,14 +82,14 @@ class WorkerCall(DeviceCall):
         self._replies: SimpleQueue[WorkspaceGranted | WorkspaceRefused] = SimpleQueue()
 
     def hear(self, message: AbandonCall | WorkspaceGranted | WorkspaceRefused) -> None:
-        """Takes what the pool says about the call."""
+        """Takes a message from the pool about the call."""
         if isinstance(message, AbandonCall):
             self._abandoned = True
         else:
             self._replies.put(message)
 
     def check_wanted(self) -> None:
-        """Does nothing while somebody waits for the result.
+        """Checks that somebody still waits for the result.
 
         Raises:
             CallAbandoned: Nobody does.
@@ -111,7 +111,7 @@ class WorkerCall(DeviceCall):
 
         Raises:
             CallPostponed: There is no room now, or the pool did not answer in time.
-            DeviceOutOfMemory: No device has so much, however idle.
+            DeviceOutOfMemory: No device has that much, even when idle.
         """
         if self._set_aside is None or nbytes <= self._set_aside:
             return
@@ -119,7 +119,7 @@ class WorkerCall(DeviceCall):
         try:
             reply = self._replies.get(timeout=self._timeout_s)
         except Empty:
-            # Whatever the pool grants later goes back to it with the answer of the call.
+            # What the pool grants later returns to it with the call's answer.
             raise CallPostponed(nbytes) from None
         if not isinstance(reply, WorkspaceRefused):
             self._set_aside = nbytes

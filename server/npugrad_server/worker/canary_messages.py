@@ -1,4 +1,4 @@
-"""What the pool and a worker say to each other of canaries."""
+"""Messages between the pool and a worker about canaries."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class RunCanary:
-    """Run a canary beside the calls, and compare its results.
+    """Run a canary alongside the calls, and compare its results.
 
     Attributes:
-        number: Which one, from 0.
+        number: Its number, from 0.
     """
 
     number: int
@@ -18,10 +18,10 @@ class RunCanary:
 
 @dataclass(frozen=True)
 class CanaryRun:
-    """A canary was run; the attributes beside these are those of `backends.canary.CanaryFinding`.
+    """A canary was run; the other attributes are those of `backends.canary.CanaryFinding`.
 
     Attributes:
-        number: Which one.
+        number: Its number.
     """
 
     number: int

@@ -1,8 +1,8 @@
-"""What a worker leaves behind: vendor libraries fork helpers, which keep its memory, socket and device.
+"""What a worker leaves behind: vendor libraries fork helpers that keep its memory, socket and device.
 
-A helper may have changed its group, its session and its parent, so it is known by the mark in the
-environment that it was born with. Looking and killing are microseconds apart, and the kernel gives process
-numbers out in turn, so that no stranger is hit.
+A helper may have changed its group, its session and its parent, so it is recognized by a mark in its initial
+environment. Finding and killing it are microseconds apart, and the kernel hands out process numbers in
+sequence, so no unrelated process is hit.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from typing import NamedTuple, NoReturn
 MARK = "NPUGRAD_WORKER_MARK"
 """Environment variable that tells the descendants of one worker from all other processes."""
 OWN_TIMEOUT_S = 1.0
-"""Seconds that a worker which ends waits for its descendants."""
+"""Seconds that an exiting worker waits for its descendants."""
 _PAUSE_S = 0.01
 _DEAD = ("Z", "X")
 
 
 class Stat(NamedTuple):
-    """What the kernel says of a process.
+    """What the kernel says about a process.
 
     Attributes:
         pid: Its number.
@@ -40,10 +40,10 @@ class Stat(NamedTuple):
 
 
 def processes() -> list[Stat]:
-    """Every process that can be seen.
+    """Every visible process.
 
     Raises:
-        OSError: This process has no descriptor left to look with.
+        OSError: This process is out of descriptors.
     """
     found = []
     for name in os.listdir("/proc"):
@@ -54,7 +54,7 @@ def processes() -> list[Stat]:
 
 
 def _read(pid: str, name: str) -> bytes:
-    """What the kernel tells of a process; nothing when it has ended, or is another user's."""
+    """What the kernel says about a process; nothing if it has ended, or is another user's."""
     try:
         return Path("/proc", pid, name).read_bytes()
     except OSError as error:
@@ -64,18 +64,18 @@ def _read(pid: str, name: str) -> bytes:
 
 
 def end_descendants(mark: str, worker: int, timeout_s: float) -> list[int]:
-    """Kills what a worker has left behind, and waits until it is gone.
+    """Kills the processes that a worker has left behind, and waits until they are gone.
 
     Args:
         mark: The worker's value of `MARK`.
-        worker: Its process number, which is that of its session. It is not killed.
+        worker: Its process number, also that of its session. It is not killed.
         timeout_s: Seconds to wait.
 
     Returns:
         Those that are still there.
 
     Raises:
-        OSError: This process has no descriptor left to look with, all the time.
+        OSError: This process was out of descriptors until the timeout.
     """
     end_s = time.monotonic() + timeout_s
     while True:
@@ -108,7 +108,7 @@ def _has_mark(pid: int, mark: str) -> bool:
 
 
 def leave(status: int) -> NoReturn:
-    """Ends this worker, with all its descendants: the pool may be gone, and could not do it.
+    """Ends this worker with all its descendants, since the pool may be gone.
 
     Args:
         status: Exit status.
@@ -122,10 +122,10 @@ def leave(status: int) -> NoReturn:
 
 
 def keep_from_programs() -> None:
-    """Closes every descriptor but the standard ones to programs that this process starts."""
+    """Keeps programs that this process starts from inheriting any but the standard descriptors."""
     for name in os.listdir("/proc/self/fd"):
         try:
             if int(name) > 2:
                 os.set_inheritable(int(name), False)
-        except OSError:  # that of the listing
+        except OSError:  # the listing's own descriptor
             continue

@@ -1,4 +1,4 @@
-"""Runs one call in the worker: views over the arenas, the backend, and what went wrong as a message."""
+"""Runs one call in the worker: views of the arenas, the backend, and failures as messages."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     Array = npt.NDArray[Any]
 
 _GRACE_SHARE = 0.75
-"""Part of the pool's grace after which a backend gives up, so that its own report comes before the end."""
-_MAX_TRACE = 16_000  # the end of a trace tells most; the whole must fit a message
+"""Share of the pool's grace after which a backend gives up, so that it reports before the worker is ended."""
+_MAX_TRACE = 16_000  # the end of a trace says most; the whole must fit in a message
 _MAX_DETAIL = 2000
 _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # Linux 5.14; `mmap` does not name them
 
@@ -59,10 +59,10 @@ class Arenas:
         self.inputs, self.outputs = memoryview(inputs), memoryview(outputs)
 
     def zeros(self, nbytes: int) -> memoryview:
-        """So many bytes of 0, which take no memory: the kernel shows one page of it wherever nobody wrote.
+        """This many bytes of 0, which take no memory: the kernel maps one zero page wherever nobody wrote.
 
         Raises:
-            MemoryError: There is no room for them among the process's addresses.
+            MemoryError: There is no room for them in the process's address space.
         """
         zeros = self._zeros
         if len(zeros) < nbytes:
@@ -83,7 +83,7 @@ def _populate(arena: mmap.mmap, advice: int, nbytes: int) -> None:
 
 
 def execute(backend: Backend, arenas: Arenas, call: WorkerCall, stream: int) -> CallAnswer:
-    """Runs a call; whatever an operator or a device does wrong becomes an answer.
+    """Runs a call; any failure of an operator or a device becomes an answer.
 
     Args:
         backend: Runs it.
@@ -92,7 +92,7 @@ def execute(backend: Backend, arenas: Arenas, call: WorkerCall, stream: int) -> 
         stream: Which of the worker's streams runs it.
 
     Raises:
-        DeviceLost: The process has to go.
+        DeviceLost: The process must exit.
     """
     try:
         return _execute(backend, arenas, call, stream)
@@ -118,7 +118,7 @@ def plan(backend: Backend, order: AskWorkspace) -> WorkspaceFound | CallFailed:
 
 
 def memory(backend: Backend, order: AskMemory) -> MemoryFound | CallFailed:
-    """Asks the device how its memory stands; errors as for `execute`."""
+    """Asks the device for its free and total memory; errors as for `execute`."""
     try:
         free, total = backend.memory_now(give_back=order.give_back) or (None, None)
         return MemoryFound(order.call, free, total)
@@ -129,19 +129,19 @@ def memory(backend: Backend, order: AskMemory) -> MemoryFound | CallFailed:
 
 
 def canary(canaries: Canaries, order: RunCanary, stream: int) -> CanaryRun:
-    """Runs a canary on a stream and compares it; raises DeviceLost when the process has to go."""
+    """Runs a canary on a stream and compares it; raises DeviceLost if the process must exit."""
     found = canaries.run(order.number, stream)
     return CanaryRun(order.number, found.operator, found.result.value, found.detail[:_MAX_DETAIL])
 
 
 def failure_of(order: WorkerCall | AskWorkspace | AskMemory | RunCall, error: Exception) -> CallFailed:
-    """The answer that an error is; to be called while it is handled."""
+    """Turns an error into an answer; called while the error is being handled."""
     if isinstance(error, MemoryError):
         message = f"{order.operator}: the device has no memory for the call now"
         return CallFailed(order.call, "DEVICE_OUT_OF_MEMORY", message)
     if isinstance(error, NpugradError):
         return CallFailed(order.call, error.reason, str(error), _metadata(error))
-    # The exception's own words may quote the data, so the caller gets its type only.
+    # The exception's text may quote the data, so the caller gets only its type.
     message = f"{order.operator}: the backend failed with {type(error).__name__}"
     return CallFailed(order.call, "INTERNAL", message, trace=traceback.format_exc()[-_MAX_TRACE:])
 
@@ -152,7 +152,7 @@ def _execute(backend: Backend, arenas: Arenas, call: WorkerCall, stream: int) ->
     call.check_wanted()  # it may have waited in this process
     if prepared.wants_nothing:
         # An operator may accept such a call before it looks at anything else, so the operands may be
-        # anything and are not looked at here either.
+        # anything and are not checked here either.
         return CallDone(call.call, 0.0, 0.0, 0.0, 0, backend.name, start)
     inputs = {**prepared.nulls, **arrays(prepared.operands, arenas.inputs, call.input_offset)}
     if prepared.unused:
@@ -180,7 +180,7 @@ def _execute(backend: Backend, arenas: Arenas, call: WorkerCall, stream: int) ->
 
 
 def _give_up_s(deadline_s: float | None, opening: OpenDevice) -> float:
-    """When a device that still runs the call is to be given up: nobody can wait for it any more."""
+    """When to give up a device that still runs the call: nobody can wait for it any more by then."""
     limit_s = time.monotonic() + opening.run_limit_s
     if deadline_s is None:
         return limit_s
@@ -188,7 +188,7 @@ def _give_up_s(deadline_s: float | None, opening: OpenDevice) -> float:
 
 
 def _metadata(error: NpugradError) -> dict[str, str]:
-    """What the exception carries besides its message, as the error table's details name it."""
+    """What the exception carries besides its message, by the names in the error table's details."""
     metadata: dict[str, str] = {"source": "device"}
     if isinstance(error, RequestError) and error.operand:
         metadata["operand"] = error.operand

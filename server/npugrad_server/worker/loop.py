@@ -1,7 +1,7 @@
 """The worker's threads: one listens, the others are streams.
 
 The listening thread is not the main one, because the main thread opens the device, which can take long, and
-the end of the socket has to end the process even then.
+a closed socket must end the process even then.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ if TYPE_CHECKING:
     from npugrad_server.worker.protocol import Message
 
 EXIT_DEVICE_LOST = 70
-"""Exit status after the device was lost; for whoever reads logs, as the pool was told before."""
+"""Exit status after the device was lost; only for logs, as the pool was told before."""
 _MAX_REASON = 2000
 _NO_CALL = 0
-"""In place of a call's number: the device failed under a canary."""
+"""In place of a call's number: the device failed in a canary."""
 _CLOSE_S = 1.0
-"""Seconds an idle device has to close in an orderly way when the socket ends."""
+"""Seconds an idle device has to close cleanly when the socket is closed."""
 
 
 class Worker:
@@ -77,19 +77,17 @@ class Worker:
             SimpleQueue()
         )
         self._calls: dict[int, WorkerCall] = {}
-        self._plans: dict[
-            int, WorkerPlan
-        ] = {}  # the listening thread's; bounded by what the pool has it forget
+        self._plans: dict[int, WorkerPlan] = {}  # for the listening thread; the pool bounds it by ForgetPlan
         self._in_hand = 0
         self._lock = threading.Lock()
         self._ending = threading.Lock()
         threading.Thread(target=self._listen, name="control", daemon=True).start()
 
     def serve(self) -> int:
-        """Opens the device, then runs calls on this thread and, beside it, on the other streams.
+        """Opens the device, then runs calls on this thread and on a thread for each other stream.
 
         Returns:
-            Exit status: 0 at the end of the socket, 1 when the device did not open.
+            Exit status: 0 if the socket was closed, 1 if the device did not open.
         """
         opening = self._orders.get()
         if not isinstance(opening, OpenDevice):
@@ -149,16 +147,16 @@ class Worker:
             except DeviceLost as lost:
                 self._end(call, lost)
             with self._lock:
-                # Before the answer, after which the pool may hand the same call in again.
+                # Before the answer, after which the pool may send the same call again.
                 self._calls.pop(call, None)
             self._send(answer)
             with self._lock:
                 self._in_hand -= 1
-            del order  # with its operands, of which some were copied
+            del order  # with its operands, some of which are copies
         self._orders.put(None)  # for the next stream
 
     def _end(self, call: int, lost: DeviceLost) -> NoReturn:
-        """Reports that the device is lost and ends the process; nothing of the device is given back."""
+        """Reports that the device is lost and ends the process; nothing of the device is released."""
         # Streams fail together; one report is enough, and no other answer may follow it.
         self._ending.acquire()
         message = str(lost)[:_MAX_REASON]
@@ -166,14 +164,14 @@ class Worker:
         os._exit(EXIT_DEVICE_LOST)
 
     def _listen(self) -> None:
-        """Takes orders until the pool is gone, then ends the process: at once, unless nothing runs."""
+        """Takes orders until the pool is gone, then ends the process: at once, or cleanly if idle."""
         try:
             with contextlib.suppress(OSError):
                 while packet := self._control.recv(MAX_MESSAGE_BYTES):
                     self._take(decode(packet))
         except ValueError:
             traceback.print_exc()
-            os._exit(2)  # without orders the process would only sit on its device
+            os._exit(2)  # without orders the process would only block its device
         with self._lock:
             idle = not self._in_hand
         if idle:

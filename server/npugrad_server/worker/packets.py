@@ -1,9 +1,9 @@
-"""The messages of the pool and its workers as packets.
+"""The messages between the pool and its workers as packets.
 
-Most are a line of JSON: the name of the message and its fields. What is said once for each call is packed,
-little-endian, behind a first byte that no JSON begins with:
+Most are a line of JSON: the name of the message and its fields. Those sent for every call are packed,
+little-endian, after a first byte that no JSON begins with:
 
-    1 RunAgain   which is its packet
+    1 RunAgain   the message itself
     2 CallDone   call, seconds of copying in, running and copying out, workspace, start, seconds of verifying,
                  backend
 
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from npugrad_server.worker.protocol import Message
 
 MAX_MESSAGE_BYTES = 192 * 1024
-"""Largest message; an operator's metas need some kilobytes, each of its longest attributes 24 and less. Below
-the kernel's default socket buffer."""
+"""Largest message, below the kernel's default socket buffer. An operator's metas need a few kilobytes, and
+each of its longest attributes at most 24."""
 
 _DONE = 2
 _DONE_FIELDS = Struct("<BQdddQdd")
@@ -66,7 +66,7 @@ _PLAIN = {
 
 
 def encode(message: Message) -> bytes:
-    """One packet, of JSON where the message can be said in it.
+    """One packet: JSON, unless the message is itself a packet.
 
     Raises:
         ValueError: It exceeds `MAX_MESSAGE_BYTES`.
@@ -86,7 +86,7 @@ def encode(message: Message) -> bytes:
 
 
 def pack(message: CallDone) -> bytes:
-    """One packet of a fixed layout, which takes a tenth of the time that JSON takes; what is rare is JSON."""
+    """One packet of a fixed layout, in a tenth of JSON's time; JSON if the message has its rare fields."""
     if message.verification or message.verified:
         return encode(message)
     numbers = _DONE_FIELDS.pack(

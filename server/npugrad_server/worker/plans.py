@@ -1,4 +1,4 @@
-"""What follows from a call whatever its contents, its place and its moment: made once, used by many calls."""
+"""What follows from a call regardless of its contents, place and time: made once, used by many calls."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class OperandReader(Protocol):
-    """Who takes the operands of calls.
+    """Takes the operands of calls.
 
     Attributes:
         records: Operators that it may be asked for, by name.
@@ -36,7 +36,7 @@ class OperandReader(Protocol):
 
 
 class Place(NamedTuple):
-    """Where a tensor lies in an arena, counted from the base of its call, and how.
+    """Where and how a tensor lies in an arena, relative to the base of its call.
 
     Attributes:
         name: Name of the parameter.
@@ -47,7 +47,7 @@ class Place(NamedTuple):
         content: First byte of its content.
         start: First byte of its first element.
         end: End of its content.
-        packed: Whether it is copied to be contiguous.
+        packed: Whether it is copied to make it contiguous.
     """
 
     name: str
@@ -63,17 +63,17 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class PreparedOperands:
-    """What a backend needs of a call that does not differ from the next one.
+    """What a backend needs of a call that is the same for every call of a plan.
 
     Attributes:
         record: Record of the operator.
-        wants_nothing: Whether no output is wanted: the operands may then be anything, and are not here.
+        wants_nothing: Whether no output is wanted: the operands may then be anything, and are left out.
         meta: Metas of the operands as the backend gets them, attributes and product.
         nulls: None for each operand, in their order.
-        operands: Where each operand that is not null lies, counted from the first.
-        unused: Those that lie nowhere: none of their values is used, so that they are zeros.
+        operands: Where each operand that is not null lies, relative to the first.
+        unused: Operands that are not in the arena: none of their values is used, so they are zeros.
         results: Where each wanted output lies, its axes in the order of the formula.
-        moved: Names of those that are not contiguous, because a format puts axes in another order.
+        moved: Names of results that are not contiguous, because a format puts axes in another order.
     """
 
     record: OpRecord
@@ -87,15 +87,15 @@ class PreparedOperands:
 
 
 class WorkerPlan:
-    """A call that was brought whole; `RunAgain` names it. Any number of streams may run it at once.
+    """A call that was sent whole; `RunAgain` refers to it. Any number of streams may run it at once.
 
     Attributes:
-        order: The call that brought it.
-        memo: What the backend keeps of it.
+        order: The call it was made from.
+        memo: The backend's cache for it.
     """
 
     def __init__(self, order: RunCall) -> None:
-        """Keeps the call; nothing of it was looked at yet."""
+        """Keeps the call, without looking at it yet."""
         self.order = order
         self.memo: dict[Any, Any] = {}
         self._prepared: PreparedOperands | None = None
@@ -110,12 +110,12 @@ class WorkerPlan:
         Raises:
             UnsupportedOperator: The backend has no such operator.
         """
-        if self._prepared is None:  # two streams may both make it: they make the same
+        if self._prepared is None:  # two streams may both make it, with the same result
             self._prepared = _prepare(backend, self.order)
         return self._prepared
 
     def options(self, priority: int, label: str) -> CallOptions:
-        """The options of a call with this priority and label; mostly they are those of the one before."""
+        """The options of a call with this priority and label; mostly those of the call before."""
         options = self._options
         if options.label != label or options.priority != priority:
             self._options = options = replace(options, label=label, priority=priority)
@@ -155,12 +155,12 @@ def _prepare(backend: OperandReader, order: RunCall) -> PreparedOperands:
 
 
 def lowest(offsets: Mapping[str, int]) -> int:
-    """Where the tensors of a call begin in their arena; 0 where there are none."""
+    """Where the tensors of a call begin in their arena; 0 if there are none."""
     return min(offsets.values(), default=0)
 
 
 def _place(name: str, meta: TensorMeta, content: int, strided: bool) -> Place:
-    """Where a tensor lies whose content begins at this byte; copied unless it may be strided, or is not."""
+    """The place of a tensor whose content begins at this byte; packed if it is strided and must not be."""
     dtype = meta.dtype.numpy
     itemsize = dtype.itemsize
     return Place(

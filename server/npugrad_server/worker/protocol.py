@@ -1,12 +1,12 @@
-"""What the pool and a worker say to each other: small messages, one a packet (see `packets`).
+"""Messages between the pool and a worker: small, one per packet (see `packets`).
 
     pool                      worker
     OpenDevice         ->
                        <-     DeviceOpening, at each stage of it
                        <-     DeviceReady, or OpenFailed and the end
     RunCall, RunAgain  ->
-                       <-     CallUnknown, when it lacks the plan of a RunAgain: the call comes again, whole
-                       <-     NeedWorkspace, when its workspace is not set aside yet
+                       <-     CallUnknown, if it lacks a RunAgain's plan: the pool sends the call again, whole
+                       <-     NeedWorkspace, if its workspace is not set aside yet
     WorkspaceGranted, or WorkspaceRefused  ->
     AbandonCall        ->     at any time; there is still an answer
                        <-     CallDone, CallFailed, CallDeferred, or DeviceFailed and the end
@@ -16,11 +16,11 @@
                        <-     MemoryFound, CallFailed, or DeviceFailed and the end
     RunCanary          ->
                        <-     CanaryRun, or DeviceFailed and the end
-    ForgetPlan         ->     at any time when no call of the plan is on its way
+    ForgetPlan         ->     at any time when no call of the plan is in flight
     Ping               ->     at any time
                        <-     Pong, whatever runs
 
-Tensors are not in the messages; they lie in the arenas, where the messages say.
+Tensors are not in the messages; they lie in the arenas, at offsets that the messages give.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class OpenDevice:
         output_fd: Inherited descriptor of the results' arena.
         output_bytes: Its size.
         prefault_bytes: How much of each arena to map at once.
-        hang_grace_s: Seconds past its deadline after which the pool ends the worker that still runs a call.
+        hang_grace_s: Seconds after a call's deadline at which the pool ends a worker that still runs it.
         run_limit_s: Seconds a call may run, whatever its deadline.
-        canary_rounds: How often every canary has to be right before the device is ready.
+        canary_rounds: How many times every canary must be right before the device is ready.
     """
 
     device: str
@@ -72,10 +72,10 @@ class OpenDevice:
 
 @dataclass(frozen=True)
 class DeviceOpening:
-    """Opening the device has come to another stage, which shows that the process lives.
+    """Opening the device has reached another stage, which shows that the process is alive.
 
     Attributes:
-        stage: What it does now, for a person: ``"importing torch_npu"``.
+        stage: What it does now, human-readable: ``"importing torch_npu"``.
     """
 
     stage: str
@@ -86,7 +86,7 @@ class DeviceReady:
     """The device is open, and its canaries are right; attributes are those of `backends.base.Backend`.
 
     Attributes:
-        canaries: How many canaries it has: one for each operator; 0 where it computes nothing.
+        canaries: How many canaries it has: one for each operator; 0 if it computes nothing.
     """
 
     backend: str
@@ -119,11 +119,11 @@ class OpenFailed:
 class DeviceFailed:
     """The device cannot be trusted any more, or not by this process, which ends at once.
 
-    The attributes beside these are those of `npugrad_server.backends.base.DeviceLost`.
+    The other attributes are those of `npugrad_server.backends.base.DeviceLost`.
 
     Attributes:
-        call: Number of the call that met it.
-        message: Function, number and text of the vendor.
+        call: Number of the call that hit it.
+        message: The vendor's function, number and text.
     """
 
     call: int
@@ -136,7 +136,7 @@ class DeviceFailed:
 
 @dataclass(frozen=True)
 class RunCall:
-    """Run a call, which is brought whole.
+    """Run a call, which is sent whole.
 
     Attributes:
         call: Its number, for the answer.
@@ -144,14 +144,14 @@ class RunCall:
         meta: Operands' metas as they lie in the arena, attributes, product.
         outputs: Metas of all outputs, None for those not wanted.
         options: Options of the call.
-        input_offsets: First byte of each operand in the operands' arena; one that is not null and has none is
-            not used: it is zeros, and contiguous.
+        input_offsets: First byte of each operand in the operands' arena. One that is not null but has no
+            offset is not used: it is zeros, and contiguous.
         output_offsets: First byte of each wanted output, in the results' arena.
-        deadline_s: `time.monotonic()`, which all processes of a host share, from which on the result is of
-            no use; None for never.
-        workspace_bytes: Device memory that is set aside for its workspace; None where nobody counts it.
+        deadline_s: `time.monotonic()`, which all processes of a host share, at which the result becomes
+            useless; None for never.
+        workspace_bytes: Device memory set aside for its workspace; None if it is not counted.
         plan: Number under which the worker keeps what later calls share with it; no other plan of the process
-            has or had it. None when there is nothing to keep.
+            has or had it. None if there is nothing to keep.
     """
 
     call: int
@@ -168,7 +168,7 @@ class RunCall:
 
 @dataclass(frozen=True)
 class ForgetPlan:
-    """No later call has this plan.
+    """No later call uses this plan.
 
     Attributes:
         plan: Its number.
@@ -179,7 +179,7 @@ class ForgetPlan:
 
 @dataclass(frozen=True)
 class CallUnknown:
-    """The worker has no plan of the number that a `RunAgain` named; nothing of the call was done.
+    """The worker has no plan with the number that a `RunAgain` named; the call was not started.
 
     Attributes:
         call: Number of the call.
@@ -190,17 +190,17 @@ class CallUnknown:
 
 @dataclass(frozen=True)
 class Ping:
-    """Say that you listen."""
+    """Say that you are listening."""
 
 
 @dataclass(frozen=True)
 class Pong:
-    """The process listens."""
+    """The process is listening."""
 
 
 @dataclass(frozen=True)
 class AbandonCall:
-    """Nobody waits for a call any more: it need not be run, but it is answered all the same.
+    """Nobody waits for a call any more: it need not be run, but must still be answered.
 
     Attributes:
         call: Its number.
@@ -211,7 +211,7 @@ class AbandonCall:
 
 @dataclass(frozen=True)
 class NeedWorkspace:
-    """A call in hand asked its operator: it needs more workspace than is set aside for it.
+    """The operator of a running call needs more workspace than is set aside for it.
 
     Attributes:
         call: Number of the call.
@@ -239,8 +239,8 @@ class WorkspaceRefused:
 
     Attributes:
         call: Number of the call.
-        final: Whether no device has so much, however idle; otherwise the call is to come again.
-        most_bytes: Workspace that the roomiest device could have beside the call's tensors.
+        final: Whether no device has that much, even when idle; otherwise the call will be sent again.
+        most_bytes: Most workspace that any device could have in addition to the call's tensors.
     """
 
     call: int
@@ -278,12 +278,12 @@ class WorkspaceFound:
 
 @dataclass(frozen=True)
 class AskMemory:
-    """Ask how the device's memory stands; calls that run at the time count as memory in use.
+    """Ask for the device's free and total memory; calls that run at the time count as memory in use.
 
     Attributes:
         call: A number, for the answer.
-        give_back: Whether memory that is only kept for later calls is given back to the device first.
-        operator: What an error calls the question.
+        give_back: Whether to release memory cached for later calls to the device first.
+        operator: Name of the query in errors.
     """
 
     call: int
@@ -293,11 +293,11 @@ class AskMemory:
 
 @dataclass(frozen=True)
 class MemoryFound:
-    """How the device's memory stands.
+    """The device's free and total memory.
 
     Attributes:
-        call: Number of the question.
-        free_bytes: Bytes that nothing uses; None when the device works in the host's memory.
+        call: Number of the query.
+        free_bytes: Bytes that nothing uses; None if the device works in host memory.
         total_bytes: Bytes of the device; None likewise.
     """
 
@@ -310,10 +310,10 @@ class MemoryFound:
 class CallDone:
     """The results lie in the arena; the attributes are those of `npugrad_server.backends.base.Timings`.
 
-    The backend is always named. The worker took up the call at `begun_s` of `time.monotonic`, which is one
-    clock for all processes of a machine, and spent `verify_s` on the comparison with the reference, of which
-    `verification` tells what there is to tell, and `verified` how far each output is from it: by name,
-    the other attributes of `npugrad.call.VerifiedOutput` in their order.
+    The backend is always named. The worker started the call at `begun_s` of `time.monotonic`, one clock for
+    all processes of a machine, and spent `verify_s` on comparing it with the reference. `verification` is the
+    explanation of a right result, if it needs one; `verified` is how far each output is from the reference:
+    by name, the other attributes of `npugrad.call.VerifiedOutput` in their order.
     """
 
     call: int
@@ -337,7 +337,7 @@ class CallFailed:
         reason: Row of the error table.
         message: For the caller.
         metadata: What else the caller is told: code, operand, constraint.
-        trace: For the log: where it happened; empty for an error that was expected.
+        trace: For the log: where it happened; empty for an expected error.
     """
 
     call: int
@@ -373,15 +373,15 @@ Order: TypeAlias = (
     | WorkspaceRefused
     | Ping
 )
-"""What the pool says."""
+"""What the pool sends."""
 CallAnswer: TypeAlias = "CallDone | CallFailed | CallDeferred"
-"""What a worker says when it is done with a call."""
+"""What a worker sends when it is done with a call."""
 QueryAnswer: TypeAlias = "WorkspaceFound | MemoryFound | CanaryRun"
-"""What a worker finds out when it is asked."""
+"""What a worker answers to a query."""
 Opening: TypeAlias = "DeviceOpening | DeviceReady | OpenFailed"
-"""What a worker says of opening its device."""
+"""What a worker sends about opening its device."""
 WorkerReport: TypeAlias = (
     "Opening | DeviceFailed | QueryAnswer | CallUnknown | NeedWorkspace | Pong | CallAnswer"
 )
-"""What a worker says."""
+"""What a worker sends."""
 Message: TypeAlias = "Order | WorkerReport"

@@ -1,4 +1,4 @@
-"""What a worker is told of a call whose plan it has: a packet of a fixed layout, made and read in place."""
+"""The order for a call whose plan the worker has: a packet of a fixed layout, made and read in place."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _NUMBER, _WORKSPACE = Struct("<Q"), Struct("<q")
 
 
 class RunAgain(bytes):
-    """Run a call that is like an earlier one but for what is said here: the packet itself, as it travels.
+    """Run a call that is like an earlier one except for the fields here; it is the packet itself.
 
     Little-endian: 1, priority, call, plan, offset of the operands, of the results, deadline, workspace; the
-    label comes last and ends with the packet. No deadline is NaN, a workspace that nobody counts is -1.
+    label comes last and ends with the packet. No deadline is NaN, a workspace that is not counted is -1.
 
     Attributes:
         plan: Number under which the earlier call was to be kept.
@@ -41,10 +41,10 @@ class RunAgain(bytes):
         Args:
             call: Its number, for the answer.
             plan: Number under which the earlier call was to be kept.
-            input_offset: First byte of its operands, in their arena: where the earlier call has the lowest of
-                its offsets. Each operand lies as far from there as it does in that call.
+            input_offset: First byte of its operands in their arena, in place of the earlier call's lowest
+                offset. Each operand lies as far from it as in that call.
             output_offset: First byte of its wanted outputs, in the results' arena, likewise.
-            deadline_s: As in `RunCall`, and so are the others.
+            deadline_s: As in `RunCall`, like the remaining arguments.
             workspace_bytes: Device memory that is set aside for its workspace.
             priority: Option of the call.
             label: Option of the call.
@@ -63,7 +63,7 @@ class RunAgain(bytes):
 
     @classmethod
     def received(cls, packet: bytes) -> RunAgain:
-        """One that came; ValueError where it is none."""
+        """Reads a received packet; raises ValueError if it is malformed."""
         size = cls._FIELDS.size
         if not size <= len(packet) <= size + MAX_LABEL:
             raise ValueError(f"found a packet of {len(packet)} bytes; expected {size} to {size + MAX_LABEL}")
@@ -74,7 +74,7 @@ class RunAgain(bytes):
         return super().__new__(cls, packet)
 
     def fields(self) -> tuple[int, int, int, int, float | None, int | None, int, str]:
-        """What it was made of."""
+        """The arguments that it was made from."""
         _, priority, call, plan, operands, results, deadline_s, workspace_bytes = self._FIELDS.unpack_from(
             self
         )

@@ -1,10 +1,10 @@
-"""A verifier: a process that computes calls again with the reference and compares, so that no device waits.
+"""The verifier: a process that recomputes calls with the reference and compares, so that no device waits.
 
-It is a worker process by the name of `NAME` instead of a device's, and is talked to as one, in four messages:
+It is a worker process with `NAME` in place of a device's name, and uses four of a worker's messages:
 
-    OpenDevice  ->         of which the arena of operands counts
+    OpenDevice  ->         only its arena of operands counts
     RunCall     ->         one at a time, each with a descriptor of the arena in which its results lie
-                <-         CallDone with what was found, or CallFailed: VERIFICATION_FAILED and others
+                <-         CallDone with the findings, or CallFailed: VERIFICATION_FAILED and others
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ if TYPE_CHECKING:
 
 
 NAME = "verifier"
-"""Stands where a worker process has the name of its device."""
+"""Takes the place of a worker's device name."""
 
 
 @dataclass
 class _Reference:
-    """What reads the operands here: the references, which take any layout."""
+    """The references, which read the operands here and take any layout."""
 
     records: Mapping[str, OpRecord]
     strided: bool = True
@@ -61,7 +61,7 @@ class Verifier:
         self._control, self._reference = control, _Reference(records)
 
     def serve(self) -> int:
-        """Compares until the socket ends; returns the exit status."""
+        """Compares until the socket is closed; returns the exit status."""
         arenas: Arenas | None = None
         while True:
             packet, descriptors, _, _ = socket.recv_fds(self._control, MAX_MESSAGE_BYTES, 1)
@@ -94,7 +94,7 @@ class Verifier:
 
 
 def _mapped(descriptor: int) -> memoryview:
-    """The arena behind a descriptor, which is closed."""
+    """Maps the arena of a descriptor, and closes the descriptor."""
     try:
         nbytes = os.fstat(descriptor).st_size
         return memoryview(mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ))
@@ -105,11 +105,10 @@ def _mapped(descriptor: int) -> memoryview:
 def _verify(
     prepared: PreparedOperands, inputs: Mapping[str, Array | None], outputs: Mapping[str, Array]
 ) -> tuple[str, dict[str, Sequence[float]]]:
-    """Computes the call again with the reference and compares.
+    """Recomputes the call with the reference and compares.
 
     Returns:
-        What there is to tell of a right result, and how far each output is from the reference, as in
-        `CallDone`.
+        `verification` and `verified` of `CallDone`.
 
     Raises:
         DeviceError: VERIFICATION_FAILED, a result is outside the tolerance and no pixel edge explains it.

@@ -26,17 +26,17 @@ if TYPE_CHECKING:
     from npugrad_server.devices import DeviceName
 
 THREADS = "OMP_NUM_THREADS"
-"""Environment variable that says how many threads compute; the pool sets it, NumPy's libraries read it."""
+"""Environment variable: how many threads compute; the pool sets it, NumPy's libraries read it."""
 
 
 def thread_count() -> int:
-    """Threads that compute: what the environment says, else a thread for each processor."""
+    """Number of threads that compute: the environment's, else one per processor."""
     given = os.environ.get(THREADS, "").strip()
     return max(1, int(given)) if given.isdigit() else cpu_count()
 
 
 class CpuBackend(Backend):
-    """Any operator with a reference, on the host's processors; deterministic for every call."""
+    """Runs any operator with a reference on the host's processors; every call is deterministic."""
 
     strided = True
 
@@ -75,7 +75,7 @@ class CpuBackend(Backend):
             self.description += f"; NumPy reference in float64 for {', '.join(others)}"
 
     def run(self, record: OpRecord, call: DeviceCall) -> Timings:
-        """Computes where operands and results lie; operands that have to be contiguous are copied first.
+        """Computes directly on the call's arrays; operands that must be contiguous are copied first.
 
         Raises:
             CallAbandoned: The caller has gone.
@@ -87,7 +87,7 @@ class CpuBackend(Backend):
         if self._kernels is not None and record.name in self._kernels.operators:
             inputs, copied = self._packed(self._kernels, record, call.inputs)
             packed = time.perf_counter()
-            # What was copied may have other strides than where it need not be.
+            # Kept apart by what was copied: a copy may have other strides than the operand.
             spare: list[Block] = call.memo.setdefault(("blocks", *copied), [])
             try:
                 self._kernels.run(
@@ -121,7 +121,7 @@ class CpuBackend(Backend):
         return ({**inputs, **copies}, tuple(copies)) if copies else (inputs, ())
 
     def close(self) -> None:
-        """Ends the threads; no call runs."""
+        """Ends the threads; no call may be running."""
         if self._kernels is not None:
             self._kernels.close()
             self._kernels = None

@@ -1,7 +1,7 @@
 """Calls of CPU kernels as C takes them: `npugrad_call` and all that it points to, in one block of memory.
 
-A ctypes object for each tensor would take longer than a small kernel. A block belongs to one call: any thread
-makes its own, also while it is in another call.
+Making a ctypes object for each tensor would take longer than a small kernel. A block belongs to one call: a
+thread makes its own, even while it is in another call.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
     Arrays = Mapping[str, npt.NDArray[Any] | None]
 
-# Words of 64 bits of a call and of a tensor; two numbers of 32 bits share one, the first in its lower half as
-# on every machine that there are kernels for.
+# Bytes of a word, and the 64-bit words of a call and of a tensor. Two 32-bit numbers share a word, the first
+# in its lower half: every machine that has kernels is little-endian.
 _WORD, _CALL_WORDS, _TENSOR_WORDS = 8, 8, 4
 _ADDRESS = struct.Struct("q")
 
 
 class Layout:
-    """What all calls of an operator have alike: names in the record's order, each kind for itself.
+    """What all calls of an operator share: parameter names by kind, in the record's order.
 
     Attributes:
         record: The operator's record.
@@ -40,7 +40,7 @@ class Layout:
     """
 
     def __init__(self, record: OpRecord) -> None:
-        """Sorts the record's parameters; TypeError for a kind of attribute that kernels cannot be given."""
+        """Sorts the record's parameters; raises TypeError for an attribute kind that kernels do not take."""
         self.record = record
         tensors = [param for param in record.params if isinstance(param, TensorParam)]
         attrs = [param for param in record.params if isinstance(param, AttrParam)]
@@ -53,19 +53,19 @@ class Layout:
             raise TypeError(f"{record.name}: found an attribute of a kind that C kernels are not given")
 
     def arrays(self, inputs: Arrays, outputs: Arrays) -> list[npt.NDArray[Any] | None]:
-        """Operands and results; None for null and for what is not wanted."""
+        """Operands and results; None for null and for unwanted ones."""
         return [(inputs if is_input else outputs).get(name) for name, is_input in self.roles]
 
     def integers(self, attrs: Mapping[str, Any]) -> list[int]:
-        """Attributes of the kinds of signed integers, and those of arrays, as many as each has."""
+        """Values of the attributes of signed integer types and of integer arrays, all in one list."""
         return _listed(self._integers, attrs)
 
     def reals(self, attrs: Mapping[str, Any]) -> list[float]:
-        """Attributes of type double, and those of arrays."""
+        """Values of the attributes of type double and of float arrays."""
         return _listed(self._reals, attrs)
 
     def bools(self, attrs: Mapping[str, Any]) -> bytes:
-        """Attributes of type bool, and those of arrays, a byte each."""
+        """Values of the attributes of type bool and of bool arrays, a byte each."""
         return bytes(_listed(self._bools, attrs))
 
 
@@ -77,7 +77,7 @@ def _of_kinds(
 
 
 def _listed(names: Iterable[tuple[str, bool]], attrs: Mapping[str, Any]) -> list[Any]:
-    """Their values; none of a null array."""
+    """Their values; none for a null array."""
     values: list[Any] = []
     for name, several in names:
         if several:
@@ -90,15 +90,15 @@ def _listed(names: Iterable[tuple[str, bool]], attrs: Mapping[str, Any]) -> list
 def described(
     layout: Layout, arrays: Sequence[npt.NDArray[Any] | None], attrs: Mapping[str, Any], ask: int
 ) -> bytearray:
-    """A call with all that it points to but the arrays' elements, which the caller keeps alive.
+    """A call with all that it points to, except the arrays' elements, which the caller keeps alive.
 
     In the block's order: the call, pointers to the tensors, tensors, attributes, shapes and strides.
 
     Args:
-        layout: Of the operator.
+        layout: The operator's layout.
         arrays: As `layout.arrays` orders them, None for null.
         attrs: Attributes by name.
-        ask: Address of the C function that polls, which gets the address of the call; 0 for none.
+        ask: Address of the C function to poll with the call's address; 0 for none.
 
     Raises:
         ValueError: Strides are negative or no multiple of an element.
@@ -134,19 +134,19 @@ def described(
 
 
 class Block:
-    """A described call whose arrays are exchanged for others with the same types, shapes and strides.
+    """A described call whose arrays can be replaced by others of the same types, shapes and strides.
 
     For one call at a time.
 
     Attributes:
-        address: Where the call lies.
+        address: Address of the call.
     """
 
     def __init__(self, layout: Layout, arrays: Sequence[npt.NDArray[Any] | None], call: bytearray) -> None:
         """Takes what `described` made of the arrays.
 
         Args:
-            layout: Of the operator.
+            layout: The operator's layout.
             arrays: As `layout.arrays` orders them.
             call: The described call.
         """
@@ -160,10 +160,10 @@ class Block:
         )
 
     def point_to(self, inputs: Arrays, outputs: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Exchanges the arrays, which the caller keeps alive.
+        """Replaces the arrays; the caller keeps the new ones alive.
 
         Raises:
-            ValueError: One of them is not like the one before.
+            ValueError: One of them differs from its predecessor in type, shape or strides.
         """
         for name, is_input, place, *like in self._slots:
             array = inputs[name] if is_input else outputs[name]
@@ -173,7 +173,7 @@ class Block:
 
 
 def address_of(block: bytearray) -> int:
-    """Where a block lies."""
+    """The address of a block."""
     return ctypes.addressof(ctypes.c_char.from_buffer(block))
 
 

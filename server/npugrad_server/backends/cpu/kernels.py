@@ -1,6 +1,6 @@
 """Loads the compiled CPU kernels: picks the variant that fits the processor, binds its C interface.
 
-The interface is `server/kernels/abi.h`; the libraries lie in `lib` beside this module.
+The interface is `server/kernels/abi.h`; the libraries are in `lib` next to this module.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ VARIANTS: Mapping[str, Mapping[str, frozenset[str]]] = {
     },
     "aarch64": {"neon": frozenset()},
 }
-"""Flags of the processor that each variant needs, by machine, the best one first."""
+"""CPU flags that each variant needs, by machine, the best variant first."""
 _OK, _CANCELLED, _UNSUPPORTED, _INVALID, _NO_MEMORY, _INTERNAL = range(6)
 
 
@@ -104,7 +104,7 @@ _FUNCTIONS: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
 
 
 def cpu_flags(root: Path = Path("/")) -> frozenset[str]:
-    """Flags of the processor as Linux names them; empty where it does not tell.
+    """CPU flags as Linux names them; empty if it does not tell.
 
     Args:
         root: Root of the file system; another one in tests.
@@ -130,13 +130,13 @@ def usable_variants(machine: str | None = None, flags: frozenset[str] | None = N
 
 
 def find_library(folder: Path = LIBRARIES) -> Path:
-    """The best variant's library that is there and runs here, or the one that the environment names.
+    """Finds the library of the best variant that exists and runs here, or of the environment's variant.
 
     Args:
-        folder: Where the libraries lie.
+        folder: Folder of the libraries.
 
     Raises:
-        KernelsUnavailable: There is none, or the environment asks for another.
+        KernelsUnavailable: There is none, or the environment asks for none or for one that does not run here.
     """
     wanted = os.environ.get(SETTING, "")
     if wanted == "none":
@@ -164,16 +164,16 @@ def find_library(folder: Path = LIBRARIES) -> Path:
 
 @dataclass(frozen=True)
 class _Bound:
-    """A kernel and which tensors, by their place in the record, it takes with any strides."""
+    """A kernel, and a bit mask of the tensors, by position in the record, that it takes with any strides."""
 
     run: Any
     strided: int
 
 
 class Kernels:
-    """One library, with threads and scratch memory of its own.
+    """One library, with its own threads and scratch memory.
 
-    Thread safety: any thread may call `run`; calls at once share the threads. `close` comes after them all.
+    Thread safety: any thread may call `run`; concurrent calls share the threads. `close` comes after all.
 
     Attributes:
         variant: Its instruction set: avx512, avx2, baseline or neon.
@@ -193,13 +193,13 @@ class Kernels:
 
         Args:
             threads: How many compute at once, callers included; at least 1.
-            library: Which; None for the one that fits.
+            library: Its path; None for the one that fits.
             scratch_bytes: Unused scratch memory that is kept.
             float64_coordinates: Whether sampling coordinates become pixels by the rule ``float64`` instead of
-                the first of each operator.
+                each operator's first rule.
 
         Raises:
-            KernelsUnavailable: There is none that can be loaded.
+            KernelsUnavailable: No library can be loaded.
             MemoryError: There is no memory for it.
         """
         path = library or find_library()
@@ -231,7 +231,7 @@ class Kernels:
 
     @property
     def functions(self) -> Any:
-        """The bound functions, for tests and benchmarks; `context` is what most of them take first."""
+        """The bound functions, for tests and benchmarks; most of them take `context` first."""
         return self._functions
 
     @property
@@ -240,7 +240,7 @@ class Kernels:
         return self._context
 
     def takes_strides(self, record: OpRecord, name: str) -> bool:
-        """Whether the operator's kernel takes an operand as it lies, whatever its strides."""
+        """Whether the operator's kernel takes an operand with any strides."""
         return bool(self._bound[record.name].strided >> self._layout(record).tensors.index(name) & 1)
 
     def _layout(self, record: OpRecord) -> Layout:
@@ -266,9 +266,9 @@ class Kernels:
             inputs: Operands by name, None for null; C-contiguous unless the kernel takes strides.
             attrs: Attributes by name.
             outputs: Wanted outputs by name, C-contiguous; every element is written.
-            check_wanted: Called before the start and then between tasks, at most a hundred times a second;
-                what it raises ends the call.
-            spare: Blocks of calls that differ from this one in the addresses of their arrays alone, and have
+            check_wanted: Called before the start and then between tasks, at most a hundred times a second; an
+                exception that it raises ends the call.
+            spare: Blocks of calls that differ from this one only in their arrays' addresses, and have
                 `check_wanted` if it has; one is taken, or made, and put back. Several threads may share it.
 
         Raises:
@@ -302,7 +302,7 @@ class Kernels:
             raise RuntimeError(f"{record.name}: the kernel ended with status {status}")
 
     def close(self) -> None:
-        """Ends the threads and gives the memory back; no call runs. May be called again."""
+        """Ends the threads and frees the memory; no call may be running. May be called again."""
         context, self._context = self._context, None
         if context is not None:
             self._functions.npugrad_close(context)
@@ -316,10 +316,10 @@ def _taken(spare: list[Block] | None) -> Block | None:
 
 
 class _Polled:
-    """`check_wanted` as C calls it: what it raises is kept until the kernel has returned."""
+    """`check_wanted` as C calls it: its exception is kept until the kernel has returned."""
 
     _running: ClassVar[dict[int, _Polled]] = {}
-    """Those of the calls that run, by the address of the call."""
+    """Those of the running calls, by the call's address."""
 
     def __init__(self, address: int, check_wanted: Callable[[], None]) -> None:
         self._address, self._check_wanted = address, check_wanted
@@ -335,7 +335,7 @@ class _Polled:
 
     @classmethod
     def ask(cls, address: int) -> int:
-        """Whether the call at that address is to be given up."""
+        """Whether to give up the call at that address."""
         polled = cls._running[address]
         try:
             polled._check_wanted()

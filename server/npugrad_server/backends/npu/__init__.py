@@ -1,17 +1,17 @@
-"""The NPU backend: torch_npu brings the device up and owns memory and streams, our launcher does the rest.
+"""The NPU backend: torch_npu brings the device up and owns memory and streams; our launcher does the rest.
 
     bringup   the only user of torch and torch_npu: device, streams, device memory, pinned memory
     staging   pinned memory between the arenas and the device, reused from call to call
     lane      one stream and one thread: copy in, plan, launch, copy out, wait
-    mode      what a release makes of the deterministic option, and who holds it
+    mode      how a release treats the deterministic option, and which calls rely on it
     clock     when a stream passed the stages of a call
     failures  what a failed call means to its caller and to the worker
     backend   the device as the worker sees it: opening, probes, deterministic mode, lanes
 
-Everything that is queued on a stream (copies, zeroing, both phases of an operator, waits) goes through
-`npugrad_server.acl`, because only there an error has its number, and only there the caching allocators of
-torch_npu record nothing that a failed device could trip over. No arithmetic, copy or cast of torch ever
-touches a tensor of the device.
+Everything queued on a stream (copies, zeroing, both phases of an operator, waits) goes through
+`npugrad_server.acl`: only there do errors carry their number, and only there do torch_npu's caching
+allocators record nothing that could break once the device fails. torch never computes with, copies or casts
+a tensor on the device.
 """
 
 from __future__ import annotations

@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from npugrad_server.devices import DeviceName
 
 _PROBES = 2
-"""How often that call is tried, unless it fails with a code that stays."""
+"""How often an operator's first, tiny call is tried, unless it fails with a permanent code."""
 
 
 class NpuBackend(Backend):
-    """Any operator that the node's CANN has, on one NPU."""
+    """Runs any operator that the node's CANN has, on one NPU."""
 
     name = "npu"
     one_mode = True
@@ -59,19 +59,19 @@ class NpuBackend(Backend):
 
         Raises:
             DeviceUnusable: CANN, torch_npu or the device is missing, does not fit or does not answer.
-            DeviceLost: The device failed under a first call.
+            DeviceLost: The device failed in a first call.
         """
         on_stage("loading CANN")
-        check_packages()  # what is missing most often is told before anything is loaded
+        check_packages()  # most often missing, so checked before anything is loaded
         try:
-            # Before torch_npu: when CANN is missing, our list of what was tried tells more.
+            # Before torch_npu: if CANN is missing, our list of what was tried says more.
             self._cann = Cann()
         except LibraryError as error:
             raise DeviceUnusable(str(error)) from None
         self._runtime = Runtime(self._cann.runtime)
         self._release = installed_release(self._runtime)
         self._launcher = Launcher(self._cann, self._runtime)
-        # Told before torch_npu, which has words of its own for a chip it does not know.
+        # Before torch_npu, which has its own error for a chip that it does not know.
         self._check_chip(product, may_be_unknown=True)
         self._device = NpuDevice(device.index, streams, on_stage)
         self._thread.bound = True
@@ -86,11 +86,11 @@ class NpuBackend(Backend):
         if distinct < streams:
             raise DeviceUnusable(f"found {distinct} different streams of torch_npu; expected {streams}")
         self.unavailable = self._probe(product, on_stage)
-        self._device.empty_cache()  # what the probes used is free for calls
+        self._device.empty_cache()  # calls may use what the probes used
         self.memory_bytes = self._runtime.memory_bytes()[0]
 
     def _check_chip(self, product: Product, *, may_be_unknown: bool = False) -> str:
-        """The name of the chip, which is one of the product."""
+        """The chip's name, once checked to be one of the product."""
         soc = self._runtime.soc_name()
         found = product_from_soc(soc)
         if found is not product and not (may_be_unknown and not soc):
@@ -98,7 +98,7 @@ class NpuBackend(Backend):
         return soc
 
     def _choose_mode(self, device: DeviceName) -> None:
-        """Sets the deterministic option where the worker keeps it: before its first launch, the probes'."""
+        """Sets the deterministic option if the worker keeps one mode: before the probes' first launch."""
         option = self._cann.runtime["aclrtSetSysParamOpt"]
         missing = option.reason if isinstance(option, Missing) else ""
         offered = offer(self._release, device.deterministic, missing)
@@ -127,7 +127,7 @@ class NpuBackend(Backend):
         """Operators that cannot run here, with the reason: a function is missing, or a tiny call is refused.
 
         Raises:
-            DeviceUnusable: No operator is left, or one fails in a way that another time it may not.
+            DeviceUnusable: No operator is left, or one fails in a way that may be temporary.
         """
         records = [record for record in self.records.values() if product in record.products]
         reasons = {}
@@ -141,12 +141,12 @@ class NpuBackend(Backend):
         return unavailable
 
     def _try_out(self, record: OpRecord, product: Product) -> str:
-        """Why an operator never runs here, as a tiny call shows; empty when it does."""
+        """Runs a tiny call; returns why the operator can never run here, empty if it can."""
         failure: NpugradError | None = None
         canary = Canary(record, product, legal=True)
         for _ in range(_PROBES):
             try:
-                canary.results(self.run)  # which are compared once the device is open
+                canary.results(self.run)  # compared once the device is open
             except NpugradError as error:
                 failure = error
                 if _is_for_good(error):
@@ -214,7 +214,7 @@ class NpuBackend(Backend):
             self._thread.bound = True
 
     def close(self) -> None:
-        """Gives back what torch_npu does not know of; the end of the process does the rest."""
+        """Releases what torch_npu does not know of; the end of the process does the rest."""
         with suppress(AclError):
             for lane in self._lanes:
                 lane.close()

@@ -1,8 +1,8 @@
 """Brings a device up with torch_npu, and takes memory and streams from it: the only user of torch here.
 
-torch_npu is asked for four things and nothing else: the device, streams, device memory and pinned memory, the
-latter two from its caching allocators. The imports are inside functions, because the environment that steers
-them has to be set first.
+torch_npu is asked for four things only: the device, streams, device memory and pinned memory, the latter two
+from its caching allocators. The imports are inside functions, because the environment variables that control
+them must be set first.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _ENVIRONMENT = {
     "TASK_QUEUE_ENABLE": "0",
 }
 _POOLED_STREAMS = 8
-"""Streams that torch_npu makes at once when asked for this number instead of its 32."""
+"""Streams that torch_npu is told to make at once, instead of its 32."""
 _CODE = re.compile(r"error code is (\d{6})", re.IGNORECASE)
 _CAUSE = re.compile(r"\[Error\]: |E[A-Z0-9]\d{4}: ")
-"""How a line begins in which the vendor tells the cause; torch_npu's own lines stand around them."""
+"""Start of a line in which the vendor states the cause; torch_npu's own lines surround these."""
 _ADVICE = re.compile(r"\s*If reserved memory is .*")
-"""What torch advises in the end is about settings that nobody has here."""
+"""torch's closing advice, about settings that do not apply here."""
 _MOST_CHARACTERS = 400
 _LACKS_FUNCTION = "Failed to find function"
 _OUT_OF_MEMORY = 207001
@@ -46,12 +46,12 @@ _PAIR = re.compile(r"\d+\.\d+")
 
 @dataclass(frozen=True)
 class DeviceBuffer:
-    """Device memory; it goes back to torch_npu's allocator with the last reference to it.
+    """Device memory; it returns to torch_npu's allocator with the last reference to it.
 
     Attributes:
         address: Where it starts.
-        nbytes: What was asked for.
-        owner: The torch tensor that owns it; never to be computed with.
+        nbytes: Requested size.
+        owner: The torch tensor that owns it; never used to compute.
     """
 
     address: int
@@ -95,7 +95,7 @@ class NpuDevice:
         Args:
             index: Number of the device.
             streams: How many streams will be asked for.
-            on_stage: Told what comes next.
+            on_stage: Called with each stage before it starts.
 
         Raises:
             DeviceUnusable: torch_npu is missing or does not fit, or the device cannot be taken.
@@ -127,14 +127,14 @@ class NpuDevice:
         self._npu.set_device(self.index)
 
     def stream(self) -> Stream:
-        """A stream that no earlier call has returned, for up to as many as the device was opened with."""
+        """A stream not returned before, for up to as many streams as the device was opened with."""
         return Stream(self._npu.Stream(device=self._place))
 
     def empty(self, nbytes: int) -> DeviceBuffer:
         """Device memory, not initialized.
 
         Raises:
-            AclError: 207001, there is not so much; or another number that torch_npu's error names.
+            AclError: 207001 if there is not enough, or another number from torch_npu's error.
         """
         # An empty tensor would have no address.
         owner = self._allocate(max(nbytes, 1), device=self._place)
@@ -144,8 +144,8 @@ class NpuDevice:
         """Pinned host memory, not initialized; errors as for `empty`."""
         owner = self._allocate(max(nbytes, 1), pin_memory=True)
         if not owner.data_ptr():
-            # torch_npu takes no notice when CANN has none left: it gives a tensor at address 0, and would
-            # give it again to the next who asks if it got it back.
+            # torch_npu does not notice that CANN has none left: it returns a tensor at address 0, and if it
+            # got the tensor back, it would hand it to the next caller.
             self._void.append(owner)
             raise AclError(_OUT_OF_MEMORY, "torch_npu's allocator of pinned memory", "it gave address 0")
         return PinnedBuffer(owner.data_ptr(), owner.numpy(), owner)
@@ -160,7 +160,7 @@ class NpuDevice:
             raise _numbered(error) from None
 
     def empty_cache(self) -> None:
-        """Has torch_npu give back to the device what no buffer uses.
+        """Makes torch_npu return to the device what no buffer uses.
 
         Raises:
             AclError: The device failed.
@@ -175,7 +175,7 @@ def check_packages() -> dict[str, str]:
     """Versions of torch and torch_npu by name.
 
     Raises:
-        DeviceUnusable: One is missing, or they do not belong together.
+        DeviceUnusable: One is missing, or their versions do not match.
     """
     found: dict[str, str] = {}
     missing = []
@@ -227,20 +227,20 @@ def _not_taken(error: Exception) -> DeviceUnusable:
     restart_policy = RestartPolicy.SLOWLY
     if numbered.fault.action is Action.QUARANTINE:
         restart_policy = RestartPolicy.NEVER
-    elif _LACKS_FUNCTION in numbered.text:  # this CANN does, as long as nobody mends it
+    elif _LACKS_FUNCTION in numbered.text:  # permanent until somebody fixes this CANN
         restart_policy = RestartPolicy.MENDED
     problem = op_init_problem()
     return DeviceUnusable(f"cannot be taken: {numbered}{'; ' if problem else ''}{problem}", restart_policy)
 
 
 def _numbered(error: Exception) -> AclError:
-    """The error with the number that torch_npu's text has; 0 when it has none."""
+    """The error with the number in torch_npu's text; 0 if it has none."""
     match = _CODE.search(str(error))
     return AclError(int(match[1]) if match else 0, "torch_npu", _words(error))
 
 
 def _words(error: Exception) -> str:
-    """The first line, which tells where torch_npu was, and those in which the vendor tells the cause."""
+    """The first line, which says where torch_npu was, and the lines in which the vendor states the cause."""
     first, *others = [" ".join(line.split()) for line in str(error).splitlines() if line.strip()] or [""]
     causes = dict.fromkeys(line for line in others if _CAUSE.match(line))
     words = [first[:_MOST_CHARACTERS], " ".join(causes)[:_MOST_CHARACTERS]]

@@ -1,7 +1,7 @@
-"""When a stream passed the stages of a call, told by events of the device.
+"""When a stream passed the stages of a call, measured by device events.
 
-The host does not wait between the stages, so only the stream knows. Where CANN lacks the functions, the host
-waits at every mark after all and looks at its own clock: the figures mean the same and the calls are slower.
+The host does not wait between the stages, so only the stream knows. If CANN lacks the functions, the host
+waits at every mark and reads its own clock: the figures mean the same, but the calls are slower.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class EventMark(Enum):
     BEGUN = auto()
     """Nothing has run yet."""
     SENT = auto()
-    """All operands are there."""
+    """All operands are on the device."""
     READY = auto()
-    """The operator comes next: whatever the host did beside the copies is over."""
+    """The operator comes next: whatever the host did during the copies is over."""
     RAN = auto()
     """The operator has run."""
     FETCHED = auto()
@@ -34,20 +34,20 @@ class EventMark(Enum):
 
 
 class StreamClock:
-    """The marks of one stream, for the thread of that stream; each call sets them anew."""
+    """The marks of one stream, for that stream's thread; each call sets them again."""
 
     def __init__(self, runtime: Runtime) -> None:
         """Makes the events.
 
         Raises:
-            AclError: CANN made none.
+            AclError: CANN could not make one.
         """
         self._runtime = runtime
         self._events = {mark: runtime.make_event() for mark in EventMark} if runtime.has_events else {}
         self._host_s = dict.fromkeys(EventMark, 0.0)
 
     def set(self, mark: EventMark, stream: int, wait: Callable[[], None]) -> None:
-        """Notes when the stream gets here.
+        """Records when the stream gets here.
 
         Args:
             mark: Which point this is.
@@ -66,8 +66,8 @@ class StreamClock:
     def seconds(self, first: EventMark, last: EventMark) -> float:
         """Time between two marks, once the stream was waited for.
 
-        When CANN does not tell, though the call went well, the host's own times have to do: when the marks
-        were queued.
+        If CANN does not tell although the call succeeded, the host's times serve instead: when the marks were
+        queued.
 
         Raises:
             AclError: The device failed.

@@ -22,12 +22,12 @@ _BUSY = (Action.OUT_OF_RESOURCES, Action.RESUBMIT)
 
 
 def device_error(operator: str, error: AclError, meta: CallMeta | None = None) -> DeviceError:
-    """What the caller gets when the worker survives: number, function and text of the vendor.
+    """The caller's error if the worker survives: the vendor's number, function and text.
 
     Args:
         operator: The operator that ran.
         error: What CANN said.
-        meta: The call, if the error is of one.
+        meta: The call, if the error belongs to one.
     """
     message, action = f"{operator}: {error}", error.fault.action
     if meta is not None and _disagrees(error):
@@ -44,7 +44,7 @@ def device_error(operator: str, error: AclError, meta: CallMeta | None = None) -
 
 
 def _disagrees(error: AclError) -> bool:
-    """Whether the device found wrong what our validator looks at as well, and passed."""
+    """Whether the device rejected something that our validator checks too, and accepted."""
     row = BY_CODE.get(error.code)
     return error.fault.action is Action.REFUSE or (row is not None and row.grpc_status == "INVALID_ARGUMENT")
 
@@ -54,7 +54,7 @@ def _words(error: AclError) -> str:
 
 
 def _described(meta: CallMeta) -> str:
-    """Types, shapes and attributes, for whoever mends the record."""
+    """Types, shapes and attributes, for whoever fixes the record."""
     operands = [f"{name} {_tensor(found)}" for name, found in meta.inputs.items()]
     return ", ".join(operands + [f"{name} {value}" for name, value in meta.attrs.items()])
 
@@ -70,17 +70,17 @@ def _reason(error: AclError, action: Action) -> str:
         return "DEVICE_BUSY"
     if error.code in BY_CODE:
         return BY_CODE[error.code].reason
-    # The operator libraries have numbers that their list does not name.
+    # The operator libraries return numbers that the vendor's list does not have.
     return BY_CODE[INNER].reason if error.code // 1000 == INNER // 1000 else "DEVICE_ERROR"
 
 
 def device_lost(operator: str, error: AclError, after: BaseException | None = None) -> DeviceLost:
-    """What the worker has to hear when it must go.
+    """The error that makes the worker exit.
 
     Args:
         operator: The operator that ran.
         error: What ended it.
-        after: What went wrong before, when the error is that of clearing up.
+        after: The failure before it, if the error comes from cleaning up.
     """
     action = error.fault.action
     before = f"{after}; then " if after is not None else ""

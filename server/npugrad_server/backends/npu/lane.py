@@ -1,18 +1,17 @@
-"""One stream of the device and the thread that drives it: a call from operands to results.
+"""One stream of the device and the thread that drives it, for a call from operands to results.
 
     copy in -> zero -> phase 1 -> workspace -> phase 2 -> copy out -> wait -> deliver -> give back
 
-All of it is queued before the host waits, once, so that the device goes from stage to stage by itself; the
-first phase and the pool's answer about the workspace come while it copies. Only a call larger than its pinned
-memory waits in between as well.
+Everything is queued before the host waits once, so the device goes from stage to stage on its own; the first
+phase and the pool's answer about the workspace overlap the copies. Only a call larger than its pinned memory
+also waits in between.
 
 Guarantees
-    - No device or pinned memory is given back, or used for anything else, before a wait showed that the
-      stream is done with it.
-    - When that cannot be shown, everything is kept and `DeviceLost` is raised.
+    - No device or pinned memory is released or reused before a wait shows that the stream is done with it.
+    - If that cannot be shown, everything is kept and `DeviceLost` is raised.
     - Results are written to the caller's memory only after the wait that makes them valid.
-    - Whoever is asked in between (for room, or whether anybody still waits) may say no with any exception:
-      nothing is launched, and all is given back.
+    - The callbacks in between (for room, or whether anybody still waits) may refuse with any exception:
+      nothing is launched, and everything is released.
     - Workspace is asked for once, however often the call is tried.
 """
 
@@ -50,9 +49,9 @@ if TYPE_CHECKING:
     Array = npt.NDArray[Any]
 
 _SETTLE_S = 10.0
-"""Seconds that work already queued has to end after a call failed."""
+"""Seconds that queued work has to finish after a call failed."""
 _PLAN_BYTES = 512
-"""Device memory that stands for every tensor when only the workspace is asked for."""
+"""Bytes of device memory that stand in for every tensor if only the workspace is asked for."""
 
 
 @dataclass
@@ -63,12 +62,12 @@ class _Job:
         record: The operator.
         call: The call.
         arrangement: How its tensors lie in device memory.
-        operands: The operands as they go down.
+        operands: The operands as they are sent.
         start_s: `time.perf_counter()` of its start.
         reserved_bytes: Workspace that the pool has granted.
         stream: Raw stream, read for each try.
-        buffers: All device memory of the try, held here and nowhere else.
-        queued: Whether the stream may have work of the try.
+        buffers: All device memory of the try, referenced only here.
+        queued: Whether work of the try may be on the stream.
     """
 
     record: OpRecord
@@ -83,14 +82,14 @@ class _Job:
 
 
 _kept: list[_Job] = []
-"""Memory that a lost device may still touch, until the end of the process."""
+"""Memory that a lost device may still touch, kept until the process ends."""
 
 
 class Lane:
     """One stream; for one thread at a time."""
 
     def __init__(self, device: NpuDevice, runtime: Runtime, launcher: Launcher) -> None:
-        """Takes a stream of its own.
+        """Takes its own stream.
 
         Raises:
             AclError: CANN has no event for it.
@@ -106,16 +105,16 @@ class Lane:
         return self._stream.raw
 
     def run(self, record: OpRecord, call: DeviceCall) -> Timings:
-        """Runs a call; what the table of codes allows is tried once more.
+        """Runs a call, and once more if the table of codes allows it.
 
         Raises:
             DeviceError: The operator or the runtime refused.
-            DeviceOutOfMemory: Even after giving back what was cached.
+            DeviceOutOfMemory: There is not enough memory, even after releasing what was cached.
             UnsafeLevels: Values of an operand would lead the device outside its memory.
             CallPostponed: The pool has no room for its workspace now.
             CallAbandoned: Nobody waits for it any more.
             DeadlineExceeded: The deadline passed before the launch.
-            DeviceLost: The process has to go.
+            DeviceLost: The process must exit.
         """
         start_s = time.perf_counter()
         arrangement: Arrangement | None = call.memo.get(Arrangement)
@@ -133,12 +132,12 @@ class Lane:
                 self._device.empty_cache()
             return self._try(job)
         except AclError as error:
-            if error.fault.action.ends_worker:  # giving back the cache met it
+            if error.fault.action.ends_worker:  # hit while emptying the cache
                 raise device_lost(record.name, error) from error
             raise device_error(record.name, error, call.meta) from None
 
     def _try(self, job: _Job) -> Timings:
-        """Runs a call once; a DeviceLost leaves everything behind, anything else nothing."""
+        """Runs a call once; releases all its memory, unless it raises DeviceLost."""
         self._runtime.forget_errors()
         job.stream = self._stream.raw
         try:
@@ -154,7 +153,7 @@ class Lane:
         job.call.check_wanted()
         tensors = self._allocate(job)
         sent, fetched = _sent(job, tensors), _fetched(job, tensors)
-        # All pinned memory at once: taking some may stop the device, so not while the operator runs.
+        # Takes all pinned memory first: taking it may stall the device, so not while the operator runs.
         self._incoming.reserve(sent)
         self._outgoing.reserve(fetched)
         job.queued = True
@@ -181,7 +180,7 @@ class Lane:
         )
 
     def _launch(self, job: _Job, tensors: Mapping[str, DeviceTensor | None]) -> int:
-        """Both phases; the bytes of workspace. The first one goes on beside the copies."""
+        """Runs both phases, the first during the copies; returns the bytes of workspace."""
         with self._launcher.plan(job.record, job.call.meta.attrs, tensors) as plan:
             if plan.workspace_bytes != job.reserved_bytes:  # else an earlier try has reserved it
                 job.call.reserve_workspace(plan.workspace_bytes)
@@ -193,11 +192,10 @@ class Lane:
             return plan.workspace_bytes
 
     def _take(self, job: _Job, what: str, nbytes: int) -> int:
-        """Device memory of its own for one tensor, or workspace.
+        """Allocates device memory for one tensor or the workspace.
 
-        Not a part of one block for the whole call: the allocator serves either from what it cached, but
-        finds room for several small ones where none is left for their sum; and whoever checks bounds sees
-        the end of each.
+        It is not part of one block for the whole call: the allocator serves either from its cache, but may
+        have room for several small blocks and not for their sum; and bounds checkers see the end of each.
         """
         with concerning(f"{what} ({nbytes} bytes)"):
             buffer = self._device.empty(nbytes)
@@ -252,11 +250,11 @@ class Lane:
         return device_lost(job.record.name, error, after)
 
     def workspace_bytes(self, record: OpRecord, meta: CallMeta) -> int:
-        """Workspace that the operator would ask for: the first phase alone, on one small block.
+        """Workspace that the operator would ask for, by running only the first phase on one small block.
 
         Raises:
             DeviceError: The operator refused.
-            DeviceLost: The process has to go.
+            DeviceLost: The process must exit.
         """
         arrangement = arrange(record, meta)
         self._runtime.forget_errors()
@@ -276,7 +274,7 @@ class Lane:
             raise device_error(record.name, error, meta) from None
 
     def close(self) -> None:
-        """Gives the events back; no call runs.
+        """Destroys the events; no call may be running.
 
         Raises:
             AclError: CANN refused.
@@ -285,10 +283,10 @@ class Lane:
 
 
 def _operands(record: OpRecord, call: DeviceCall, arrangement: Arrangement) -> dict[str, Array]:
-    """The operands as they go down; private copies of those that are packed or checked.
+    """The operands as they are sent; private copies of those that are packed or checked.
 
     Raises:
-        UnsafeLevels: The record's check of values complains.
+        UnsafeLevels: The record's check of values fails.
     """
     operands: dict[str, Array] = {}
     for slot in arrangement.inputs:
@@ -297,7 +295,7 @@ def _operands(record: OpRecord, call: DeviceCall, arrangement: Arrangement) -> d
             operands[slot.name] = np.array(array, order="C") if slot.packed else array
     complaint = None
     if record.data_check is not None:
-        # It looks at the copies that are sent, so nobody can change them between the look and the launch.
+        # It checks the copies that are sent, so nobody can change them between the check and the launch.
         complaint = record.data_check({name: operands.get(name) for name in call.inputs})
     if complaint is not None:
         raise UnsafeLevels(f"{record.name}: {complaint}", operator=record.name)

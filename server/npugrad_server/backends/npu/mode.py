@@ -1,8 +1,8 @@
-"""The deterministic option of CANN: what a release makes of it, and who holds it while a call is on its way.
+"""CANN's deterministic option: how a release treats it, and which calls rely on it.
 
-Up to 8.5 CANN reads the option of the context once, when the process loads its first kernel: a worker has one
-mode from before its first launch. From 9.0 it reads the option of the process in the first phase of a call;
-all streams of the process share that, so it changes only while none of them has a call.
+Up to 8.5, CANN reads the context's option once, when the process loads its first kernel: a worker has one
+mode, set before its first launch. From 9.0, it reads the process's option in the first phase of a call; all
+streams of the process share it, so it changes only while none of them has a call.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Offer:
     """What a worker can do about determinism.
 
     Attributes:
-        kept: Mode that it has to keep for every call; None where each call chooses.
-        refusal: Why none of its calls is deterministic; empty where they can be.
+        kept: Mode that it must keep for every call; None if each call chooses.
+        refusal: Why none of its calls is deterministic; empty if they can be.
     """
 
     kept: bool | None
@@ -40,12 +40,12 @@ class Offer:
 
 
 def offer(release: CannRelease | None, wanted: bool | None, process_option_missing: str) -> Offer:
-    """What a worker offers.
+    """Decides what a worker can do about determinism.
 
     Args:
-        release: Release of CANN; None when unknown. Then one mode from the start is right on any.
-        wanted: Mode that the device is to keep, as its name says; None without a wish.
-        process_option_missing: Why the option of the process cannot be set; empty when it can.
+        release: Release of CANN; None if unknown: one mode from the start is then right on any release.
+        wanted: Mode that the device's name asks for; None if it asks for none.
+        process_option_missing: Why the process's option cannot be set; empty if it can.
     """
     reads_once = release is not None and release < FIRST_TO_SWITCH
     reads = f"CANN {release} reads" if release is not None else "CANN of unknown release may read"
@@ -63,10 +63,10 @@ def offer(release: CannRelease | None, wanted: bool | None, process_option_missi
 
 
 class Mode:
-    """The deterministic option of process and context: changed only while nobody uses them."""
+    """The deterministic option of process and context, changed only while no call uses it."""
 
     def __init__(self, runtime: Runtime, kept: bool | None) -> None:
-        """Sets it where it is to be kept; to be made after the device was taken and before any launch.
+        """Sets the option if one mode is kept; made after the device is taken and before any launch.
 
         Raises:
             AclError: It cannot be set.
@@ -82,15 +82,15 @@ class Mode:
 
     @contextmanager
     def held(self, record: OpRecord, wanted: bool) -> Iterator[None]:
-        """Keeps the option as a call wants it, unless it is kept for all, from its first phase to its end.
+        """Keeps the option as a call wants it, unless one mode is kept, from its first phase to its end.
 
         Raises:
             DeviceError: The option cannot be set.
-            DeviceLost: The process has to go.
+            DeviceLost: The process must exit.
         """
         wanted = wanted if self._kept is None else self._kept
         with self._condition:
-            # The scheduler lets no calls of different modes meet here; this only makes sure.
+            # The scheduler never runs calls of different modes at once; this only makes sure.
             self._waiting += 1
             self._condition.wait_for(lambda: not self._users or self._deterministic == wanted)
             self._waiting -= 1
@@ -104,7 +104,7 @@ class Mode:
 
     @contextmanager
     def as_it_is(self) -> Iterator[None]:
-        """Keeps the option, whatever it is, behind those who wait for it to change."""
+        """Keeps the option as it is, once nobody waits for it to change."""
         with self._condition:
             self._condition.wait_for(lambda: not self._waiting)
             self._users += 1

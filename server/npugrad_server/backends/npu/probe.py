@@ -1,8 +1,7 @@
-"""What NPUs this host has: ``python -m npugrad_server.backends.npu.probe``, run before workers are started.
+"""Finds this host's NPUs: ``python -m npugrad_server.backends.npu.probe``, run before workers are started.
 
-It is a process of its own, because the front process must not load CANN, and a driver that hangs or crashes
-must not take it along. One JSON object goes to standard output. Nothing is taken: no device is set, and torch
-is not imported.
+It is a separate process, because the front process must not load CANN, nor hang or crash with the driver. It
+writes one JSON object to standard output. It takes nothing: it sets no device and does not import torch.
 """
 
 from __future__ import annotations
@@ -60,10 +59,10 @@ def _ask(runtime: Runtime, found: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    # CANN and the driver write their logs to standard output where the environment tells them to.
+    # CANN and the driver write their logs to standard output if the environment tells them to.
     answer = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     json.dump(probe(), answer)
     answer.flush()
-    # Without CANN's exit handlers: there is nothing to give back, and a broken driver would hold them up.
+    # Without CANN's exit handlers: there is nothing to release, and a broken driver would make them hang.
     os._exit(0)

@@ -1,7 +1,7 @@
 """Pinned memory between the arenas and the device: taken once, grown when needed, reused by every call.
 
-A queued copy runs beside the host only from or to pinned memory. A call larger than the limit goes through in
-turns, each waiting for the one before.
+A queued copy is asynchronous only from or to pinned memory. A call larger than the limit is copied in turns,
+each waiting for the one before.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     Arriving = list[tuple[Bytes, Bytes]]
 
 LIMIT_VARIABLE = "NPUGRAD_WORKER_STAGING_BYTES"
-"""Environment variable: most pinned memory of one stream and direction, in bytes."""
+"""Environment variable: limit of pinned memory per stream and direction, in bytes."""
 _DEFAULT_LIMIT_BYTES = 256 * 2**20
 _LEAST_BYTES = 2**20
 _PIECE_BYTES = 16 * 2**20
-"""Bytes that are copied on the host before the device is told, so that both copy at the same time."""
+"""Bytes copied on the host before the device's copy is queued, so that both copy at the same time."""
 _ALIGNMENT = 4096
 """A page, so that the host never writes to one that a queued copy reads."""
 
@@ -40,7 +40,7 @@ class TensorCopy(NamedTuple):
     Attributes:
         name: Name of the parameter.
         data: Its bytes on the host.
-        address: Where it lies in device memory.
+        address: Its address in device memory.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Staging:
             device: Where pinned memory comes from.
 
         Raises:
-            ValueError: The environment variable is no number.
+            ValueError: The environment variable is not a number.
         """
         self._device = device
         self._limit_bytes = max(_LEAST_BYTES, int(os.environ.get(LIMIT_VARIABLE, _DEFAULT_LIMIT_BYTES)))
@@ -68,11 +68,11 @@ class Staging:
         """Takes memory for these parts, or up to the limit. No copy from or to it may be under way.
 
         Raises:
-            AclError: There is not so much.
+            AclError: There is not enough.
         """
         wanted = min(_total(parts), self._limit_bytes)
         if self._buffer is None or self._buffer.data.nbytes < wanted:
-            self._buffer = None  # given back first, so that a call never needs both
+            self._buffer = None  # released first, so that a call never needs both
             size = min(max(_LEAST_BYTES, 1 << (wanted - 1).bit_length()), self._limit_bytes)
             with concerning(f"pinned memory for copies ({size} bytes)"):
                 self._buffer = self._device.pinned(size)
@@ -85,13 +85,13 @@ class Staging:
         stream: int,
         turn: Callable[[], None],
     ) -> None:
-        """Queues copies to the device; it may still be running them when this returns.
+        """Queues copies to the device; they may still be running when this returns.
 
         Args:
-            runtime: Queues.
+            runtime: Queues the copies.
             parts: What to copy.
             stream: Raw stream.
-            turn: Waits until all that is queued has run; called when the memory is used up.
+            turn: Waits until everything queued has run; called when the memory is used up.
 
         Raises:
             AclError: A copy could not be queued, or a wait failed.
@@ -117,7 +117,7 @@ class Staging:
         """Queues copies from the device; arguments and errors as for `copy_in`.
 
         Returns:
-            What `deliver` has to copy on, once the stream was waited for; nothing may look at it before.
+            What `deliver` must copy once the stream was waited for; nothing may read it before.
         """
         area, used = self.reserve(parts), 0
         arriving: Arriving = []
@@ -135,7 +135,7 @@ class Staging:
 
 
 def deliver(arriving: Arriving) -> None:
-    """Copies what has arrived to where it was wanted, and forgets it."""
+    """Copies what has arrived to its target, and clears the list."""
     for target, source in arriving:
         target[:] = source
     arriving.clear()

@@ -1,7 +1,7 @@
 """torch_npu's own bindings of the operators: another caller of the same functions, compiled by the vendor.
 
 Order: ``device``, ``cases`` (operands contiguous), and ``deterministic`` for each case. Operands come from
-`OPERANDS`, results go to `RESULTS`. This is the one place where torch computes on the device: nothing of it
+`OPERANDS`, results go to `RESULTS`. This is the only place where torch computes on the device; it never
 serves a call.
 """
 
@@ -36,7 +36,7 @@ def trial(order: Any, folder: Path) -> Any:
     NpuDevice(order["device"], 1)
     import torch
 
-    # Or every allocation would run a kernel that fills it.
+    # Otherwise every allocation would run a kernel that fills it.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     contents, answers = read_contents(folder / OPERANDS), []
     results: dict[str, Any] = {}

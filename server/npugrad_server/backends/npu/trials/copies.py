@@ -1,7 +1,7 @@
-"""Bytes to the device and back through pinned memory, with nothing computed in between.
+"""Copies bytes to the device and back through pinned memory, computing nothing in between.
 
-Order: ``device``, ``staging_bytes``, ``sizes``, ``concurrent_bytes``. The answer has one entry for each thing
-looked at: ``name``, ``nbytes``, ``wrong`` (how many bytes are not as they should be), ``in_s``, ``out_s``.
+Order: ``device``, ``staging_bytes``, ``sizes``, ``concurrent_bytes``. The answer has one entry for each
+check: ``name``, ``nbytes``, ``wrong`` (number of wrong bytes), ``in_s``, ``out_s``.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Copies:
         return self._random.integers(0, 256, nbytes, np.uint8)
 
     def staged(self, sizes: list[int]) -> Iterator[dict[str, Any]]:
-        """Each size to the device and back, the way calls take: pieces, turns, reused pinned memory."""
+        """Copies each size to the device and back as calls do: pieces, turns, reused pinned memory."""
         stream = self._streams[0]
         incoming, outgoing = Staging(self._device), Staging(self._device)
         for nbytes in sizes:
@@ -69,7 +69,7 @@ class Copies:
             yield _entry("there and back", sent, got, between - start, end - between)
 
     def zeroed(self, nbytes: int) -> Iterator[dict[str, Any]]:
-        """Filling with zeros stays inside its bounds, and copies leave their neighbours alone."""
+        """Checks that zeroing stays within its bounds, and that copies leave their neighbours alone."""
         stream, whole = self._streams[0].raw, nbytes + 2 * _GUARD_BYTES
         pinned, buffer = self._device.pinned(whole), self._device.empty(whole)
         sent = self._bytes(whole)
@@ -83,7 +83,7 @@ class Copies:
         yield _entry("filled with zeros between guards", sent, back.data[:whole].copy())
 
     def both_ways(self, nbytes: int) -> Iterator[dict[str, Any]]:
-        """One stream copies in while another copies out, piece by piece, nobody waiting in between."""
+        """Copies in on one stream while another copies out, piece by piece, without waiting in between."""
         first, second = (stream.raw for stream in self._streams)
         there = [self._device.empty(nbytes) for _ in range(2)]
         host = [self._device.pinned(nbytes) for _ in range(4)]
@@ -117,7 +117,7 @@ def _entry(name: str, expected: Bytes, found: Bytes, in_s: float = 0.0, out_s: f
 
 
 def trial(order: Any, folder: Path) -> Any:
-    """Everything that is copied."""
+    """Runs every check."""
     os.environ[LIMIT_VARIABLE] = str(order["staging_bytes"])
     copies = Copies(order["device"])
     return [

@@ -1,4 +1,4 @@
-"""What a trial is ordered and what it answers: JSON and bytes in files of one folder."""
+"""A trial's order and its answer: JSON and bytes in files of one folder."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ OPERANDS, RESULTS = "operands.npz", "results.npz"
 
 @dataclass(frozen=True)
 class RawCall:
-    """One call with all its tensors, exactly as they are to be handed down.
+    """One call with all its tensors, exactly as CANN is to get them.
 
     Attributes:
         operator: Name of the operator.
@@ -43,7 +43,7 @@ class RawCall:
     tensors: Mapping[str, TensorMeta | None]
 
     def to_json(self) -> dict[str, Any]:
-        """For an order."""
+        """The call as JSON, for an order."""
         metas = {
             name: None if meta is None else [getattr(meta, f.name) for f in fields(TensorMeta)]
             for name, meta in self.tensors.items()
@@ -63,7 +63,7 @@ def part(case: int, name: str) -> str:
 
 
 def write_contents(path: Path, contents: Contents) -> None:
-    """Writes named bytes; types that NumPy cannot name survive, because they are bytes."""
+    """Writes named bytes, which can carry types that NumPy cannot name."""
     np.savez(path, allow_pickle=False, **dict(contents))
 
 
@@ -79,7 +79,7 @@ def run_trial(work: Callable[[Any, Path], Any]) -> NoReturn:
     """Runs a trial in this process: order in, answer out; ends the process.
 
     Args:
-        work: From the order and the folder to the answer, both as JSON has them.
+        work: Turns the order and the folder into the answer; order and answer are JSON values.
     """
     folder = Path(sys.argv[1])
     try:

@@ -1,8 +1,8 @@
-"""The device without torch, from loading CANN to a result that is right, one rung at a time.
+"""Checks the device without torch, from loading CANN to a right result, one rung at a time.
 
-Order: ``device``, and ``limit_s``, seconds for each rung. Of every rung one line of `LINES` says that it
+Order: ``device``, and ``limit_s``, seconds for each rung. For every rung, one line of `LINES` says that it
 begins (``rung``), and another how it ended (``ok``, ``found``, ``seconds``), so that the last line names the
-rung that ended the process or never did. The answer is whether all were ok.
+rung that ended the process or never finished. The answer is whether all were ok.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ if TYPE_CHECKING:
     Work = Callable[[], str]
 
 LEFT_OUT = "left out"
-"""How what was found begins for an operator that CANN does not have."""
+"""Start of ``found`` for an operator that CANN does not have."""
 _COPY_BYTES = 1_000_003
 _WAIT_SHARE = 0.5
-"""Of what a rung may take, the part after which a stream that is not done counts as hung."""
+"""Share of a rung's time after which a stream that is not done counts as hung."""
 
 
 class Wrong(Exception):
-    """What came back is not what it has to be."""
+    """The result is not the expected one."""
 
 
 class Ladder:
@@ -63,7 +63,7 @@ class Ladder:
 
         Args:
             index: Number of the device.
-            wait_s: Seconds that a stream has to be done.
+            wait_s: Seconds that a stream has to finish.
         """
         self._wait_s = wait_s
         self.index, self.product = index, Product.ATLAS_A2
@@ -71,7 +71,7 @@ class Ladder:
         self._loader = Loader()
 
     def rungs(self) -> dict[str, Work]:
-        """Those that stand on each other, by name."""
+        """The rungs that each depend on those before, by name."""
         return {
             "load the runtime": self._load_runtime,
             "load the operator libraries": self._load_operators,
@@ -86,12 +86,12 @@ class Ladder:
         }
 
     def operators(self) -> dict[str, Work]:
-        """The operators of the product, each a rung of its own."""
+        """One rung for each operator of the product, by name."""
         records = [record for record in OPERATORS.values() if self.product in record.products]
         return {f"run {record.name}": partial(self._run, record) for record in records}
 
     def close(self) -> str:
-        """Gives all back."""
+        """Releases everything."""
         self._device.close()
         return "memory, stream and device are given back"
 
@@ -154,7 +154,7 @@ class Ladder:
 
     def _run(self, record: OpRecord) -> str:
         missing = self._launcher.missing(record)
-        if missing:  # whether this CANN should have it, the step about functions tells
+        if missing:  # the step about functions tells whether this CANN should have it
             return f"{LEFT_OUT}: {missing}"
         call = next(iter(record.samples(self.product))).call
         inputs = record.make_inputs(call, np.random.default_rng(0))
@@ -218,14 +218,14 @@ class Ladder:
 
 
 class Climb:
-    """Goes up a ladder and writes down each rung."""
+    """Climbs a ladder and logs each rung."""
 
     def __init__(self, ladder: Ladder, lines: TextIO, limit_s: float) -> None:
-        """Has not begun."""
+        """Does not start yet."""
         self._ladder, self._lines, self._limit_s = ladder, lines, limit_s
 
     def all(self) -> bool:
-        """Every rung in turn, up to the first that fails; operators may fail one by one."""
+        """Runs the rungs in turn, up to the first that fails; operators may fail individually."""
         if any(self._step(name, work) is not None for name, work in self._ladder.rungs().items()):
             return False
         failures = []
@@ -237,7 +237,7 @@ class Climb:
 
     def _step(self, name: str, work: Work) -> Exception | None:
         self._tell(rung=name)
-        # A thread of C's own: it ends the process also while a function of CANN does not return.
+        # In a C thread: it ends the process even while a function of CANN does not return.
         faulthandler.dump_traceback_later(self._limit_s, exit=True)
         start = time.perf_counter()
         failure: Exception | None = None
@@ -257,7 +257,7 @@ class Climb:
 
 
 def trial(order: Any, folder: Path) -> bool:
-    """The whole ladder."""
+    """Runs the whole ladder."""
     faulthandler.enable()
     ladder = Ladder(order["device"], _WAIT_SHARE * order["limit_s"])
     with (folder / LINES).open("w") as lines:

@@ -1,9 +1,9 @@
-"""The two phases of operators with tensors exactly as told: formats, strides, nulls, whatever is illegal.
+"""Runs the two phases of operators with tensors exactly as ordered: formats, strides, nulls, illegal or not.
 
-Order: ``device``, ``launch``, ``cases``, and ``deterministic`` for each case. Without ``launch`` only first
-phases run, on one small block of memory that stands for every tensor, and nothing is ever computed; one line
-of `LINES` for each case comes as soon as it is known, because a first phase may end the process. With it both
-phases run, operands come from `OPERANDS` and results go to `RESULTS`.
+Order: ``device``, ``launch``, ``cases``, and ``deterministic`` for each case. Without ``launch``, only first
+phases run, on one small block of memory that stands in for every tensor, and nothing is computed; each case's
+line of `LINES` is written at once, because a first phase may end the process. With it, both phases run,
+operands come from `OPERANDS` and results go to `RESULTS`.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ class Phases:
         self._block = self._device.empty(_BLOCK_BYTES)
 
     def set_deterministic(self, wanted: bool) -> None:
-        """For all later launches; nothing is queued."""
+        """Sets the mode of all later launches; nothing may be queued."""
         self._runtime.set_deterministic(wanted)
 
     def plan(self, case: RawCall) -> dict[str, Any]:
-        """What the first phase returns: ``status`` (None when it was not even called) and ``words``."""
+        """Runs the first phase; returns ``status`` (None if it was not even called) and ``words``."""
         self._runtime.forget_errors()
         tensors = {
             name: None if meta is None else DeviceTensor(meta, self._block.address)
@@ -78,7 +78,7 @@ class Phases:
             return {"status": None, "words": f"{type(error).__name__}: {error}"}
 
     def launch(self, case: RawCall, operands: Mapping[str, Bytes]) -> tuple[dict[str, Any], dict[str, Bytes]]:
-        """Runs both phases; answer as for `plan`, and the contents of the outputs if all went well."""
+        """Runs both phases; returns an answer as `plan` does, and on success the outputs' contents."""
         record, raw = get_operator(case.operator), self._stream.raw
         buffers: list[DeviceBuffer] = []
 

@@ -1,6 +1,6 @@
-"""What a node's NPU software is: versions, which library has which function, device nodes.
+"""A node's NPU software: versions, which library has which function, device nodes.
 
-CANN is loaded, but no device is set, and torch is not imported. There is nothing to order.
+CANN is loaded, but no device is set, and torch is not imported. The order is ignored.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def _operators(cann: Cann, runtime: Runtime) -> Iterator[dict[str, Any]]:
 
 
 def _installed() -> Iterator[tuple[str, str]]:
-    """Versions that packages of the vendor write down in files: (file, its lines about versions)."""
+    """Versions that the vendor's packages keep in files: (file, its lines about versions)."""
     homes = [os.environ.get(name, "") for name in ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")]
     for root in dict.fromkeys((*filter(None, homes), *_DRIVER_ROOTS)):
         for name in _VERSION_FILES:
