@@ -5,8 +5,9 @@ generates, so that almost nothing is sent, and as the first time, to compare the
 
     python client/examples/load_test.py --target localhost:50051 --rate 20 --slo p99=250ms,errors=0.1%
 
-Exits with the status of `npugrad bench`: 0 if the objectives were met, 1 if calls failed, 3 if an objective was
-missed or the last measurement was slower than the first, 4 if nothing can be concluded, 6 if there is no server.
+Exits with the status of `npugrad bench`: 0 if the objectives were met, 1 if calls failed, 3 if an objective
+was missed or the last measurement was slower than the first, 4 if nothing can be concluded, 6 if there is no
+server.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class Scalar:
         """
         made = object.__new__(cls)
         if not dtype.has_data:
-            raise ValueError(f"found dtype {dtype}; expected one whose data travels")
+            raise ValueError(f"found dtype {dtype}; expected one whose data can be sent")
         if len(content) != dtype.itemsize:
             raise ValueError(f"found {len(content)} bytes; expected {dtype.itemsize} for {dtype}")
         if dtype is DType.BOOL and content[0] > 1:
@@ -116,7 +116,7 @@ def _content(dtype: DType, value: Any) -> bytes:
     if dtype is DType.BOOL:
         return bytes([_bool(value)])
     if isinstance(value, np.bool_):
-        raise TypeError("a bool is no number")
+        raise TypeError("a bool is not a number")
     kind = dtype.numpy
     if kind.kind in "iu":
         return _integer(value).to_bytes(kind.itemsize, "little", signed=kind.kind == "i")
@@ -130,7 +130,7 @@ def _content(dtype: DType, value: Any) -> bytes:
 
 def _integer(value: Any) -> int:
     if isinstance(value, (bool, np.bool_)):  # NumPy before 2.3 gives its bool an __index__
-        raise TypeError("a bool is no integer")
+        raise TypeError("a bool is not an integer")
     return index(value)
 
 
@@ -190,7 +190,7 @@ def _scalar(value: Any) -> Scalar:
         return value
     if isinstance(value, (np.generic, np.ndarray)):
         if value.shape:
-            raise TypeError("an array is no number")
+            raise TypeError("an array is not a number")
         dtype = dtype_from_name(value.dtype)
         return Scalar.of_content(dtype, value.astype(dtype.numpy).tobytes())  # a NaN keeps its bits
     if isinstance(value, bool):

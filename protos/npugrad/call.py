@@ -75,7 +75,7 @@ class VerifiedOutput:
 
     Example:
         >>> print(VerifiedOutput("grad_input", 1.5e-6, 2e-7, 0.03))
-        grad_input: max absolute error 1.50e-06, max relative error 2.00e-07, 0.03 of what is allowed
+        grad_input: max absolute error 1.50e-06, max relative error 2.00e-07, 0.03 of the tolerance
         >>> [v.name for v in client.group_norm_backward(**call, verify=True).info.verified]
         ['grad_input', 'grad_gamma', 'grad_beta']
 
@@ -96,7 +96,7 @@ class VerifiedOutput:
         """One-line description."""
         return (
             f"{self.name}: max absolute error {self.max_absolute_error:.2e}, max relative error "
-            f"{self.max_relative_error:.2e}, {self.tolerance_used:.2g} of what is allowed"
+            f"{self.max_relative_error:.2e}, {self.tolerance_used:.2g} of the tolerance"
         )
 
 

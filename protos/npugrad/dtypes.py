@@ -78,7 +78,7 @@ class DType(str, Enum):
             TypeError: Data of this type is never sent.
         """
         if not self.has_data:
-            raise TypeError(f"dtype {self} carries no data; data travels for {', '.join(DATA_DTYPES)}")
+            raise TypeError(f"dtype {self} has no data; data can be sent as {', '.join(DATA_DTYPES)}")
         return _NUMPY[self]
 
 

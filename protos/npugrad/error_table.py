@@ -72,7 +72,7 @@ ERRORS: tuple[ErrorRow, ...] = (
     _inner(561003, "_FIND_KERNEL_ERROR", "The device has no kernel for this operator.", _PRECONDITION),
     _inner(561101, "_CREATE_EXECUTOR", "The executor could not be created."),
     _inner(561102, "_NOT_TRANS_EXECUTOR", "The executor was not released to the caller."),
-    _inner(561103, "_NULLPTR", "The operator library met a null of its own."),
+    _inner(561103, "_NULLPTR", "The operator library found an internal null pointer."),
     _inner(561104, "_WRONG_ATTR_INFO_SIZE", "The operator library counted its attributes wrongly."),
     _inner(561105, "_KEY_CONFLICT", "Two kernels have one key."),
     _inner(561106, "_INVALID_IMPL_MODE", "The implementation mode is invalid."),
@@ -96,7 +96,7 @@ ERRORS: tuple[ErrorRow, ...] = (
         None,
         _INVALID,
         False,
-        "Shape, strides, type and content of a tensor do not fit together.",
+        "Shape, strides, type and content of a tensor are inconsistent.",
     ),
     ErrorRow(
         "MALFORMED_REQUEST",
@@ -113,14 +113,14 @@ ERRORS: tuple[ErrorRow, ...] = (
         None,
         _INVALID,
         False,
-        "No content can be made from the recipe: its generator, a parameter or the type is wrong.",
+        "The recipe is invalid: its generator, a parameter or the type is wrong.",
     ),
     ErrorRow(
         "RECIPE_MISMATCH",
         None,
         _PRECONDITION,
         False,
-        "The content that the server made from the recipe has another digest than the caller expects.",
+        "The content made from the recipe does not match the caller's digest.",
     ),
     ErrorRow("UNSAFE_LEVELS", None, _INVALID, False, "Level sizes or starts point outside the value tensor."),
     ErrorRow("OPERATOR_UNSUPPORTED", None, "UNIMPLEMENTED", False, "Product or server lacks the operator."),
@@ -144,7 +144,7 @@ ERRORS: tuple[ErrorRow, ...] = (
         None,
         "RESOURCE_EXHAUSTED",
         False,
-        "The call can never fit into the server's memory.",
+        "The call is larger than the server's memory.",
     ),
     ErrorRow(
         "QUEUE_FULL",
@@ -158,27 +158,31 @@ ERRORS: tuple[ErrorRow, ...] = (
         None,
         "RESOURCE_EXHAUSTED",
         True,
-        "The caller's tenant has as many calls, or bytes of them, in the server as its quota allows.",
+        "The caller's tenant has reached its quota of calls or of bytes in the server.",
     ),
     ErrorRow(
         "WOULD_MISS_DEADLINE",
         None,
         "RESOURCE_EXHAUSTED",
         True,
-        "The server is expected to have the result only after the deadline; another one may be quicker.",
+        "The server does not expect to finish before the deadline; another one may be faster.",
     ),
     ErrorRow(
         "TENANT_REFUSED",
         None,
         "PERMISSION_DENIED",
         False,
-        "Whose call it is cannot be told from what was verified, or is not listed here.",
+        "The caller's verified identity names no tenant, or one that is not listed.",
     ),
     ErrorRow(
-        "DEVICE_OUT_OF_MEMORY", None, "RESOURCE_EXHAUSTED", True, "The device has no memory for the call now."
+        "DEVICE_OUT_OF_MEMORY",
+        None,
+        "RESOURCE_EXHAUSTED",
+        True,
+        "The device does not have enough free memory for the call.",
     ),
     ErrorRow(
-        "DEVICE_BUSY", None, "UNAVAILABLE", True, "The device has no stream, event or task for the call now."
+        "DEVICE_BUSY", None, "UNAVAILABLE", True, "The device has no free stream, event or task for the call."
     ),
     ErrorRow(
         "DEVICE_ERROR",
@@ -192,14 +196,12 @@ ERRORS: tuple[ErrorRow, ...] = (
         None,
         "DEADLINE_EXCEEDED",
         False,
-        "The deadline passed before the result was there.",
+        "The deadline passed before the result was ready.",
     ),
     ErrorRow("CANCELLED", None, "CANCELLED", False, "The caller cancelled the call."),
     ErrorRow("DRAINING", None, "UNAVAILABLE", True, "The server shut down before the call was answered."),
     ErrorRow("NO_DEVICE", None, "UNAVAILABLE", True, "No device is ready."),
-    ErrorRow(
-        "WORKER_LOST", None, "UNAVAILABLE", False, "The worker died under the call every time it was tried."
-    ),
+    ErrorRow("WORKER_LOST", None, "UNAVAILABLE", False, "The worker died each time the call was tried."),
     ErrorRow(
         "CIRCUIT_OPEN",
         None,

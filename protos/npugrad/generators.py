@@ -74,7 +74,7 @@ class Draw:
         if known is None:
             return f"found generator {self.generator[:40]!a}; expected one of {', '.join(GENERATORS)}"
         if not dtype.has_data:
-            return f"found dtype {dtype}; expected one whose data travels"
+            return f"found dtype {dtype}; expected one whose data can be sent"
         if not 1 <= self.repeat <= MAX_REPEAT:
             return f"found repeat {self.repeat}; expected 1 to {MAX_REPEAT}"
         if len(self.parameters) > len(known.parameters):

@@ -61,7 +61,7 @@ class Citations:
         """Parameters of the two phases that are not part of a call: the service creates them, never null."""
         names = ("workspaceSize", "executor", "workspace", "stream")
         return tuple(
-            NotExpressible(self.parameter(name), "made by the service itself, never null") for name in names
+            NotExpressible(self.parameter(name), "created by the service, never null") for name in names
         )
 
 

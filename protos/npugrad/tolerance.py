@@ -57,7 +57,7 @@ class Comparison:
         max_absolute_error: max|e| over finite elements.
         max_relative_error: max|e| / max|g| over finite elements; what accuracy tables show.
         mean_relative_error: mean|e| / mean|g| over finite elements.
-        worst: Largest error, of elements and mean, as a fraction of what is allowed; too large above 1,
+        worst: Largest error, of elements and mean, as a fraction of the tolerance; too large above 1,
             infinite if finite and non-finite values do not match.
         mismatches: Elements outside their tolerance.
         non_finite: Elements that are not finite in the golden values, cast to the dtype.
@@ -80,7 +80,7 @@ class Comparison:
         verdict = "within" if self.ok else "outside"
         text = (
             f"{verdict} tolerance: max relative error {self.max_relative_error:.2e}, "
-            f"{self.worst:.2g} of what is allowed, {self.mismatches} of {self.size} elements off"
+            f"{self.worst:.2g} of the tolerance, {self.mismatches} of {self.size} elements off"
         )
         return text if self.first_mismatch is None else f"{text}, the first at {list(self.first_mismatch)}"
 

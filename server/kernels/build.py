@@ -97,7 +97,7 @@ def find_compiler() -> list[str]:
     if given:
         words = shlex.split(given)
         if shutil.which(words[0]) is None:
-            raise BuildError(f"found CXX={given}; expected a C++ compiler that is there")
+            raise BuildError(f"found CXX={given}; expected an installed C++ compiler")
         return words
     for name in COMPILERS:
         if shutil.which(name):

@@ -241,7 +241,7 @@ def test_what_a_type_does_not_hold_is_no_scalar(dtype: str, value: Any, error: t
         ("float32", b"\0\0\0", "found 3 bytes; expected 4 for float32"),
         ("int8", b"", "found 0 bytes; expected 1 for int8"),
         ("bool", b"\2", "found a bool of 2; expected 0 or 1"),
-        ("complex64", b"", "found dtype complex64; expected one whose data travels"),
+        ("complex64", b"", "found dtype complex64; expected one whose data can be sent"),
     ],
 )
 def test_bits_that_are_no_scalar(dtype: str, content: bytes, message: str) -> None:

@@ -97,7 +97,7 @@ def test_data_types_and_numpy_agree_both_ways(dtype: DType) -> None:
 @pytest.mark.parametrize("dtype", [d for d in DType if not d.has_data])
 def test_other_types_are_known_by_name_and_carry_no_data(dtype: DType) -> None:
     assert dtype_from_name(dtype.value) is dtype
-    with pytest.raises(TypeError, match=f"dtype {dtype} carries no data; data travels for float32, "):
+    with pytest.raises(TypeError, match=f"dtype {dtype} has no data; data can be sent as float32, "):
         _ = dtype.numpy
 
 

@@ -287,7 +287,7 @@ def test_every_bit_of_words_is_even_and_neighbours_are_not_alike() -> None:
     [
         (Draw("gauss"), "float32", "found generator 'gauss'; expected one of uniform, normal, integers"),
         (Draw("\u00e9" * 99), "float32", "found generator '" + "\\xe9" * 40 + "'; expected one of"),
-        (Draw("normal"), "complex64", "found dtype complex64; expected one whose data travels"),
+        (Draw("normal"), "complex64", "found dtype complex64; expected one whose data can be sent"),
         (Draw("normal", (), 0), "float32", "found repeat 0; expected 1 to 4294967295"),
         (Draw("normal", (), 2**32), "float32", "found repeat 4294967296; expected"),
         (Draw("normal", (0, 1, 2)), "float32", "found 3 parameters of normal; expected at most mean, std"),

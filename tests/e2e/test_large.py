@@ -133,7 +133,7 @@ def golden(operands: Operands, n: int, group: int, channels: slice) -> Golden:
 
 
 def check(operands: Operands, grads: Any) -> float:
-    """Compares every element; the worst error as a part of what is allowed."""
+    """Compares every element; the worst error as a part of the tolerance."""
     worst, sums = 0.0, {"grad_gamma": np.zeros(C), "grad_beta": np.zeros(C)}
     for n, group, channels in groups():
         expected = golden(operands, n, group, channels)

@@ -1,4 +1,4 @@
-"""The example measures a server of known service time, and its exit status says whether objectives were met."""
+"""The example measures a server of known service time; its exit status says whether objectives were met."""
 
 from __future__ import annotations
 

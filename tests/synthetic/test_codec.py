@@ -98,7 +98,7 @@ def spoiled(message: Any, name: str, value: Any) -> None:
         ("mask_optional", [True] * 1025, "found 1025 entries; expected at most 1024"),
         ("alpha", {"data_type": 0}, "found data type 0; expected one of the contract's numbers"),
         ("alpha", {"data_type": 99}, "found data type 99; expected one of the contract's numbers"),
-        ("alpha", {"data_type": 15}, "found dtype complex64; expected one whose data travels"),
+        ("alpha", {"data_type": 15}, "found dtype complex64; expected one whose data can be sent"),
         ("alpha", {"value": b""}, "found 0 bytes; expected 2 for bfloat16"),
         ("alpha", {"value": b"123"}, "found 3 bytes; expected 2 for bfloat16"),
         ("alpha_optional", {"data_type": 13, "value": b"\2"}, "found a bool of 2; expected 0 or 1"),

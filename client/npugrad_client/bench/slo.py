@@ -41,8 +41,8 @@ class Objective:
     def measured(self, result: Result) -> float:
         """What the run shows, in the limit's unit.
 
-        For a percentile and the maximum, calls that were not served are infinitely slow. The mean is that of the
-        answers; infinite without any.
+        For a percentile and the maximum, calls that were not served are infinitely slow. The mean is
+        that of the answers; infinite without any.
         """
         if self.name == "throughput":
             return result.throughput_per_s

@@ -162,7 +162,7 @@ CONSTRAINTS = tuple(replace(c, violate=with_inferred_outputs(c.violate)) for c i
 """In the order in which they are reported within a class of codes."""
 
 NOT_EXPRESSIBLE = (
-    NotExpressible(CITE.check(2), "workspaceSize and executor are made by the service itself, never null"),
+    NotExpressible(CITE.check(2), "workspaceSize and executor are created by the service, never null"),
     NotExpressible(
         CITE.entry(1), "no operand breaks it; the deterministic option is refused for the operator"
     ),

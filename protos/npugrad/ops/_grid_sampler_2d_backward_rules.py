@@ -116,7 +116,7 @@ CONSTRAINTS = on_checked_calls(
 """In the order in which they are reported within a class of codes."""
 
 NOT_EXPRESSIBLE = (
-    NotExpressible(_CITE.check(1), "workspaceSize and executor are made by the service itself, never null"),
+    NotExpressible(_CITE.check(1), "workspaceSize and executor are created by the service, never null"),
     NotExpressible(
         _CITE.check(2), "a null outputMask is no error: status 0, nothing checked, nothing returned"
     ),

@@ -333,7 +333,7 @@ def _count_rules() -> Iterator[Constraint]:
 
 CONSTRAINTS = (*_nulls(), *_mask_rules(), *_dtype_rules(), *_size_rules(), *_shape_rules())
 NOT_EXPRESSIBLE = (
-    NotExpressible(_vendor(1), "workspaceSize and executor are made by the service itself, never null"),
+    NotExpressible(_vendor(1), "workspaceSize and executor are created by the service, never null"),
     NotExpressible(_vendor(7), "a rule of a newer product, which the service does not serve"),
     *_CITE.made_by_service(),
 )

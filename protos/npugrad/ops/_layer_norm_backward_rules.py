@@ -365,7 +365,7 @@ def _format_rules() -> Iterator[Constraint]:
 
 CONSTRAINTS = (*_nulls(), *_dtype_rules(), *_axes_rules(), *_shape_rules(), *_format_rules())
 NOT_EXPRESSIBLE = (
-    NotExpressible(_CITE.check(1), "workspaceSize and executor are made by the service itself, never null"),
+    NotExpressible(_CITE.check(1), "workspaceSize and executor are created by the service, never null"),
     NotExpressible(_CITE.check(19), "masks without a true are no error, after every check"),
     NotExpressible(_CITE.check(20), "empty operands, which the page does not support, are no error: zeros"),
     NotExpressible(_CITE.entry(2), "the operator is deterministic by default"),

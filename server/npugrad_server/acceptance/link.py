@@ -127,7 +127,7 @@ class WorkerLink:
         try:
             return self._ended.result(_END_S)
         except FutureTimeout:
-            raise DeviceGone(f"process {self.pid} does not end, not even killed") from None
+            raise DeviceGone(f"process {self.pid} did not end even after SIGKILL") from None
 
     # ----------------------------------------------------------------------------------- on the loop's thread
 

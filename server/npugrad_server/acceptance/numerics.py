@@ -54,7 +54,7 @@ class Accuracy:
         return out.check(name, found.ok, "within tolerance of the float64 reference", str(found))
 
     def rows(self) -> Iterator[tuple[Cell, ...]]:
-        """Operator, type, kind, output, calls, largest relative error, largest share of what is allowed."""
+        """Operator, type, kind, output, calls, largest relative error, largest share of the tolerance."""
         for key, row in self._worst.items():
             yield (*key, row.calls, float(f"{row.error:.3g}"), float(f"{row.worst:.3g}"))
 

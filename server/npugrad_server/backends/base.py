@@ -226,7 +226,7 @@ class Backend(ABC):
 
         Raises:
             NpugradError: The device or its operator refuses or fails.
-            MemoryError: The device has no memory for the call now.
+            MemoryError: The device does not have enough free memory for the call.
             CallPostponed: The pool has no room for its workspace now; everything was given back.
             CallAbandoned: The caller has gone.
             DeviceLost: The process must exit.

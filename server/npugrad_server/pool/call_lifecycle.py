@@ -276,7 +276,7 @@ class CallLifecycle:
             call.kill_at = now + grace
             self.alarms.set(call.kill_at, call.id, len(self.calls))
             return
-        why = f"a call ran on for {grace:g} s after nobody waited for it"
+        why = f"a call ran for {grace:g} s after its caller stopped waiting"
         if not call.orphaned:
             why = f"a call ran for more than {self._settings.run_limit_s:g} s, the limit of the server"
             out.append(FailCall(call.id, "DEADLINE_EXCEEDED", why))

@@ -356,7 +356,7 @@ class DevicePool:
 
 def _shut_down(planned: PlannedCall) -> ServerDraining:
     return ServerDraining(
-        f"{planned.plan.record.name}: the server was shut down before the result was there",
+        f"{planned.plan.record.name}: the server was shut down before the result was ready",
         operator=planned.plan.record.name,
         request_id=planned.request_id,
     )

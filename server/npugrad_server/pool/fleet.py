@@ -309,7 +309,7 @@ class Fleet:
         await self._wait_for(processes, _KILL_S)
         for process in processes:
             if not process.exited.is_set():
-                _log.error("%s: process %d does not end, not even killed", process.device, process.pid)
+                _log.error("%s: process %d did not end even after SIGKILL", process.device, process.pid)
 
     @staticmethod
     async def _wait_for(processes: list[WorkerProcess], timeout_s: float) -> None:

@@ -232,7 +232,7 @@ class WorkerProcess:
             _log.error("%s: cannot look for what its worker has left behind: %s", self.device, error)
         else:
             if left:
-                _log.error("%s: processes %s of its worker do not end, not even killed", self.device, left)
+                _log.error("%s: processes %s of its worker did not end even after SIGKILL", self.device, left)
         self._tell(self._reap)
 
     def _tell(self, what: Callable[..., None], *words: int) -> None:

@@ -140,9 +140,9 @@ class WorkerLifecycle:
             return
         limit_s = self._stage_limit_s(worker)
         if now < worker.spawned_s + START_LIMIT_FACTOR * limit_s:
-            reason = f"the device was not open: {limit_s:g} s without progress while {worker.stage}"
+            reason = f"the device did not open: {limit_s:g} s without progress while {worker.stage}"
         else:
-            reason = f"the device was not open within {START_LIMIT_FACTOR * limit_s:g} s: {worker.stage}"
+            reason = f"the device did not open within {START_LIMIT_FACTOR * limit_s:g} s: {worker.stage}"
         worker.start_timed_out, worker.timeouts = True, worker.timeouts + 1
         self.kill(worker, reason, out, exempt=False)
 
@@ -168,7 +168,7 @@ class WorkerLifecycle:
         """
         trust = worker.trust
         trust.quarantines += lasts
-        trust.final, trust.reason = trust.quarantines > 1, f"it computes wrongly: {reason}"
+        trust.final, trust.reason = trust.quarantines > 1, f"it computes wrong results: {reason}"
         trust.running, trust.alarm, trust.suspected = None, None, False
         self._change(worker, DeviceState.QUARANTINED, trust.reason, out)
         self.kill(worker, trust.reason, out, exempt=True)

@@ -122,7 +122,7 @@ def test_two_mismatches_quarantine_a_device_and_move_its_calls() -> None:
     assert [kill.worker for kill in of(KillWorker, told)] == [wrong.index]
     assert (wrong.state, wrong.reason) == (
         DeviceState.QUARANTINED,
-        "it computes wrongly: operator0: figures",
+        "it computes wrong results: operator0: figures",
     )
     late = scheduler.answered(wrong.index, wrong.incarnation, 1, True, 82)
     assert not of(CompleteCall, late), "nothing that it still answers counts"

@@ -271,7 +271,7 @@ def test_a_device_that_does_not_open_in_time_is_killed_and_told_why() -> None:
     assert (
         scheduler.workers[0].reason
         == kill.reason
-        == ("the device was not open: 60 s without progress while starting its process")
+        == ("the device did not open: 60 s without progress while starting its process")
     )
     assert scheduler.workers[0].failures == 1
 

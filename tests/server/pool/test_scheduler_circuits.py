@@ -211,7 +211,7 @@ def test_a_trial_that_hangs_is_ended_soon() -> None:
     (kill,) = of(KillWorker, scheduler.tick(now + 0.25 + TRIAL_GRACE_S))
     assert (kill.worker, kill.reason) == (
         trial.worker,
-        f"a call ran on for {TRIAL_GRACE_S:g} s after nobody waited for it",
+        f"a call ran for {TRIAL_GRACE_S:g} s after its caller stopped waiting",
     )
     assert of(CircuitChanged, lose(scheduler, trial, now + 2)) == [CircuitChanged(2, 3)]
 

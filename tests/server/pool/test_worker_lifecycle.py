@@ -183,7 +183,7 @@ def test_each_stage_of_a_start_has_the_whole_time_and_is_shown() -> None:
     assert of(KillWorker, scheduler.tick(109)) == []
     scheduler.progress(0, 1, "taking the device", 100)
     (kill,) = of(KillWorker, scheduler.tick(160))
-    assert kill.reason == "the device was not open: 60 s without progress while taking the device"
+    assert kill.reason == "the device did not open: 60 s without progress while taking the device"
     scheduler.progress(0, 1, "it got on after all", 161)
     assert scheduler.next_alarm() is None
 
@@ -194,7 +194,7 @@ def test_a_start_that_only_gets_on_ends_all_the_same() -> None:
         assert of(KillWorker, scheduler.tick(now)) == []
         scheduler.progress(0, 1, "trying once more", now)
     (kill,) = of(KillWorker, scheduler.tick(180))
-    assert kill.reason == "the device was not open within 180 s: trying once more"
+    assert kill.reason == "the device did not open within 180 s: trying once more"
 
 
 def test_a_start_that_took_too_long_gets_twice_the_time_and_the_device_is_down_when_that_does_not_help() -> (

@@ -295,7 +295,7 @@ class Kernels:
         if spare is not None:
             spare.append(block)
         if status == _UNSUPPORTED:
-            raise KernelUnsupported(f"{record.name}: no kernel for such operands")
+            raise KernelUnsupported(f"{record.name}: no kernel for these operands")
         if status == _NO_MEMORY:
             raise MemoryError(f"{record.name}: no scratch memory")
         if status != _OK:

@@ -81,7 +81,7 @@ class NpuBackend(Backend):
         try:
             self._lanes = [Lane(self._device, self._runtime, self._launcher) for _ in range(streams)]
         except AclError as error:
-            raise DeviceUnusable(f"a lane cannot be made: {error}", RestartPolicy.SLOWLY) from error
+            raise DeviceUnusable(f"cannot set up a stream: {error}", RestartPolicy.SLOWLY) from error
         distinct = len({lane.raw_stream for lane in self._lanes})
         if distinct < streams:
             raise DeviceUnusable(f"found {distinct} different streams of torch_npu; expected {streams}")

@@ -32,8 +32,8 @@ def device_error(operator: str, error: AclError, meta: CallMeta | None = None) -
     message, action = f"{operator}: {error}", error.fault.action
     if meta is not None and _disagrees(error):
         message = (
-            f"{operator}: {error.head}, though the call keeps every rule on record: the device and our "
-            f"record of the operator disagree, which is ours to mend{_words(error)}; "
+            f"{operator}: {error.head}, although the call meets every documented constraint: the device "
+            f"disagrees with npugrad's record of the operator, which is a bug of npugrad{_words(error)}; "
             f"the call was {_described(meta)}"
         )
     if action is Action.OUT_OF_MEMORY:
