@@ -1,14 +1,14 @@
 """One file to send when an acceptance did not go well: the report, and everything that explains it.
 
-The file is whole at any time: at the start and after every stage a new one is written beside it and then put
-in its place. Whatever ends the process, what was known until then is there. Everything in it is bounded.
+The file is complete at any time: at the start and after every stage, a new one is written next to it and then
+replaces it. However the process ends, everything known until then is there. All contents are bounded in size.
 
-    report.json, report.html, report.log   as beside `--report`
-    node/                                  what `node` found: driver, CANN, kernels, libraries, packages
+    report.json, report.html, report.log   as written for `--report`
+    node/                                  what `node` collects: driver, CANN, kernels, libraries, packages
     logs/                                  the vendor's logs, newest first
     failures/                              operands and results of calls that failed, one .npz for each
     seconds.json                           how long each stage took
-    crash.txt                              when the acceptance itself failed: how
+    crash.txt                              the traceback, if the acceptance itself failed
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ if TYPE_CHECKING:
 SUFFIXES = (".tar.gz", ".tgz")
 _MIB = 2**20
 _FILE_BYTES = 4 * _MIB
-"""So much of the end of each file."""
+"""Bytes kept of the end of each file."""
 _LOG_BYTES, _LOG_FILES, _ONE_LOG_BYTES = 16 * _MIB, 200, 1 * _MIB
-"""So much of the vendor's logs, so many of them, and so much of the end of each."""
+"""Limits on the vendor's logs: bytes in total, number of files, bytes of the end of each."""
 _FAILURES, _FAILURE_BYTES, _ALL_FAILURE_BYTES = 12, 16 * _MIB, 64 * _MIB
-"""So many failed calls; so many bytes of each, and of all."""
+"""Limits on failed calls: their number, bytes of each, bytes of all."""
 _NAME = re.compile(r"[^\w.-]+")
 _NAME_CHARACTERS = 80
 
 
 class Bundle:
-    """The file in the making; a context, whose end writes it for the last time."""
+    """The file as it grows; a context manager that writes it a last time on exit."""
 
     def __init__(self, path: Path, logs: Iterable[Path] = ()) -> None:
-        """Makes the folder that it is collected in.
+        """Creates the folder in which the contents are collected.
 
         Args:
             path: File to write, with one of `SUFFIXES`.
-            logs: Folders with logs of the vendor.
+            logs: Folders with the vendor's logs.
         """
         self.path = path
         self._collected = TemporaryDirectory(prefix="npugrad-bundle-")
@@ -61,13 +61,13 @@ class Bundle:
         self._kept_count = self._kept_bytes = 0
 
     def add_text(self, name: str, text: str) -> None:
-        """Adds a file with this text, or as much of its end as there is room for."""
+        """Adds a file with this text, or as much of its end as fits."""
         target = self._folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(text.encode("utf-8", "replace")[-_FILE_BYTES:])
 
     def add_file(self, name: str, path: Path, most_bytes: int = _FILE_BYTES) -> int:
-        """Adds the end of a file; how many bytes. A file that cannot be read is not added."""
+        """Adds the end of a file, unless it cannot be read; returns the number of bytes added."""
         try:
             content = _end_of(path, most_bytes)
         except OSError:
@@ -78,7 +78,7 @@ class Bundle:
         return len(content)
 
     def keep(self, name: str, arrays: Mapping[str, npt.NDArray[Any] | None]) -> None:
-        """Keeps arrays of a failure, as a `Keeper`; those for which there is no more room only by name."""
+        """Keeps arrays of a failure, as a `Keeper`; only lists them in the index if there is no room left."""
         there = {key: np.asarray(array) for key, array in arrays.items() if array is not None}
         nbytes = sum(array.nbytes for array in there.values())
         room = nbytes <= min(_FAILURE_BYTES, _ALL_FAILURE_BYTES - self._kept_bytes)
@@ -90,7 +90,7 @@ class Bundle:
         if room and self._kept_count <= _FAILURES:
             self._kept_bytes += nbytes
             file = f"failures/{self._kept_count:02}-{_NAME.sub('_', name)[:_NAME_CHARACTERS]}.npz"
-            # Types that NumPy cannot name, such as bfloat16, go as their bits; the index has their names.
+            # Types unknown to NumPy, such as bfloat16, are stored as bits; the index has their names.
             bits = {key: _bits(array) for key, array in there.items()}
             np.savez_compressed(self._folder / file, allow_pickle=False, **bits)
 
@@ -105,7 +105,7 @@ class Bundle:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """A stage: its seconds are noted, and the file is written, also when it fails."""
+        """Runs a stage in a block: notes its seconds and writes the file, even if it fails."""
         start, note = time.monotonic(), ""
         try:
             yield
@@ -139,7 +139,7 @@ class Bundle:
             room -= self.add_file(name, path, min(room, _ONE_LOG_BYTES))
 
     def __enter__(self) -> Bundle:
-        """Writes the file for the first time, so that a place where it cannot be written fails at once."""
+        """Writes the file for the first time, so that an unwritable path fails at once."""
         try:
             self.write()
         except OSError:
@@ -157,11 +157,11 @@ class Bundle:
 
 
 def newest_files(folders: Iterable[Path], most: int = 20_000) -> list[tuple[Path, Path]]:
-    """Files below folders, with the folder of each, newest first; links are not followed.
+    """Returns the files below folders, each with its folder, newest first; links are not followed.
 
     Args:
-        folders: Where to look; one that is missing has none.
-        most: Files that are looked at in all.
+        folders: Where to look; a missing folder has no files.
+        most: Maximum number of files to look at in total.
     """
     found: list[tuple[float, Path, Path]] = []
     for folder in folders:

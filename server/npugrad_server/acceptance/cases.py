@@ -1,4 +1,4 @@
-"""Small calls of every operator: the record's own samples, and all combinations of what calls may vary."""
+"""Small calls of every operator: the record's own samples, and all combinations of its variants."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class SmallCall:
     """A small legal call.
 
     Attributes:
-        name: For a person.
+        name: Readable name.
         dtype: Type of the first operand.
         call: The call.
     """
@@ -33,11 +33,11 @@ class SmallCall:
 
 
 SIMULATED_BYTES = 8 * 2**20
-"""Largest operands that a simulated device is given here; a few of the combinations have more."""
+"""Maximum bytes of operands for a simulated device; a few of the combinations have more."""
 
 
 def small_calls(record: OpRecord, product: Product, simulated: bool) -> Iterator[SmallCall]:
-    """Samples of the record, then the combinations; each call once.
+    """Yields the samples of the record, then the combinations, each call once.
 
     Args:
         record: The operator.

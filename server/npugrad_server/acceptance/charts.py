@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 _WIDTH = 860
 _LEFT, _RIGHT = 64, 12
 _LEAST_SPAN = 1e-300
-"""A range below is none: a step of it could not be told from 0."""
+"""A smaller range counts as none: its steps would be indistinguishable from 0."""
 _LEAST_SHARE = 0.02
-"""Part of its largest value that an axis spans at least, so that noise does not look like growth."""
+"""Minimum span of an axis, as a share of its largest value, so that noise does not look like growth."""
 
 _PANEL = 150
 _PANEL_TOP, _PANEL_BOTTOM = 24, 26
@@ -24,15 +24,15 @@ _BAR, _BAR_STEP = 14, 22
 _BAR_LEFT, _BAR_RIGHT = 330, 76
 _LEGEND = 24
 _CHARACTER = 6.6
-"""Width of a character of the small font, about."""
+"""Approximate width of a character of the small font."""
 
 
 @dataclass(frozen=True)
 class Bar:
-    """One bar of a chart, of one part or of several in a row.
+    """One bar of a chart, with one part or several in a row.
 
     Attributes:
-        label: What it is of.
+        label: What it shows.
         parts: Length of each part.
         mark: Value that a stroke across the bar marks, such as a percentile; None for none.
     """
@@ -48,14 +48,14 @@ class Bar:
 
 
 def line_chart(title: str, x_name: str, xs: Sequence[float], ys: Sequence[float], series: int = 0) -> str:
-    """One line in a panel of its own.
+    """Draws one line in its own panel.
 
     Args:
         title: What is shown, with its unit.
-        x_name: What the horizontal axis is, with its unit.
-        xs: Places of the points, ascending.
+        x_name: What the horizontal axis shows, with its unit.
+        xs: Horizontal positions of the points, ascending.
         ys: Their values.
-        series: Which of the page's colours it has, from 0.
+        series: Index of its colour among the page's, from 0.
 
     Returns:
         An SVG element; empty for fewer than two points.
@@ -89,13 +89,13 @@ def line_chart(title: str, x_name: str, xs: Sequence[float], ys: Sequence[float]
 
 
 def bar_chart(title: str, legend: Sequence[str], bars: Sequence[Bar], mark: str = "") -> str:
-    """Bars from the left, each with its length in figures.
+    """Draws horizontal bars, each with its length as a number.
 
     Args:
         title: What is shown, with its unit.
-        legend: Names of the parts; left out of the picture when there is one.
+        legend: Names of the parts; not drawn if there is only one.
         bars: The bars, from the top.
-        mark: What the strokes across bars are.
+        mark: What the strokes across bars mark.
 
     Returns:
         An SVG element; empty without bars.
@@ -129,7 +129,7 @@ def _bar(bar: Bar, y: float, scale: float) -> Iterable[str]:
 
 
 def _shortened(label: str) -> str:
-    """Without its middle: names of operators are long, and what tells bars apart stands at the end."""
+    """Cuts the middle: operator names are long, and what distinguishes bars is at the end."""
     room = int(_BAR_LEFT / _CHARACTER) - 2
     return f"{label[: room // 2]}…{label[room // 2 - room :]}"
 
@@ -146,15 +146,15 @@ def _legend(legend: Sequence[str], mark: str) -> Iterable[str]:
 
 
 def ticks(low: float, high: float, most: int) -> list[float]:
-    """Round numbers that cover a range, ascending; at least two of them.
+    """Returns at least two round numbers that cover a range, ascending.
 
     Args:
         low: Start of the range.
         high: Its end.
-        most: About how many steps there may be.
+        most: Approximate maximum number of steps.
     """
     span = high - low
-    if span < _LEAST_SPAN:  # nothing a step could divide
+    if span < _LEAST_SPAN:  # too small to divide into steps
         span = max(abs(high), 1.0)
     power: float = 10.0 ** math.floor(math.log10(span / most))
     step = next(factor * power for factor in (1, 2, 5, 10) if span / (factor * power) <= most)
@@ -163,7 +163,7 @@ def ticks(low: float, high: float, most: int) -> list[float]:
 
 
 def number(value: float) -> str:
-    """A number for people: four significant digits, thousands apart, no exponent unless it is tiny."""
+    """Formats a number: four significant digits, thousands separated, no exponent unless it is tiny."""
     if not math.isfinite(value):
         return str(value)
     if value and abs(value) < 1e-3:
@@ -174,12 +174,12 @@ def number(value: float) -> str:
 
 
 def _span(ys: Sequence[float]) -> tuple[float, float]:
-    """The range of values, widened to the least share of the largest one."""
+    """Returns the range of values, widened to at least `_LEAST_SHARE` of the largest one."""
     low, high = min(ys), max(ys)
     lacking = _LEAST_SHARE * max(abs(low), abs(high)) - (high - low)
     if lacking <= 0:
         return low, high
-    # A quantity below zero would be no memory and no rate.
+    # Memory and rates are never negative.
     return max(low - lacking / 2, 0.0 if low >= 0 else -math.inf), high + lacking / 2
 
 

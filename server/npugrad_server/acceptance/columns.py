@@ -1,12 +1,12 @@
-"""Names of columns that the page knows how to draw, whichever step made the table."""
+"""Names of columns that the HTML report draws as charts, in tables of any step."""
 
 from __future__ import annotations
 
 TIME = "time [s]"
-"""As the first column: every other column of numbers becomes a line over time."""
+"""If it is the first column, every other column of numbers becomes a line over time."""
 STAGES = ("copy in [ms]", "run [ms]", "copy out [ms]")
-"""All three: each row becomes a bar of three parts."""
+"""If all three are there, each row becomes a bar of three parts."""
 P90 = "p90 [ms]"
-"""Beside `STAGES`: marked on the bar."""
+"""Marked on the bar of `STAGES`."""
 CALLS_PER_S = "calls/s"
-"""A column whose name begins so becomes a chart of bars."""
+"""A column whose name begins with this becomes a bar chart."""

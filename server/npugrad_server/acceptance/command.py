@@ -34,25 +34,25 @@ if TYPE_CHECKING:
     from npugrad_server.npus import NpuReport
 
 QUICK_S = 150.0
-"""Seconds after which a quick acceptance begins no further step, and ends the one that runs."""
+"""Seconds after which a quick acceptance starts no further step and ends the running one."""
 
 
 @dataclass(frozen=True)
 class AcceptanceOptions:
-    """What is to be accepted, and how thoroughly.
+    """What to accept, and how thoroughly.
 
     Attributes:
         device: Number of the NPU.
-        report: JSON to write; a page of the same name with the ending ``.html`` goes beside it, and what
-            workers and libraries print into one with ``.log``.
+        report: JSON file to write. An HTML page with the suffix ``.html`` goes next to it, and what workers
+            and libraries print goes into a file with ``.log``.
         steps: Steps to run.
         soak_s: Seconds of the soak.
-        product: Product, or ``"auto"`` to ask the NPU, which it may only confirm.
+        product: Product, which must be the NPU's, or ``"auto"`` to ask the NPU.
         streams: Calls that run at once.
-        step_limit_s: Seconds that a step may take; the soak lasts `soak_s` more.
-        quick: Whether to leave out what takes long, and to end within `QUICK_S`.
-        bundle: File for all that explains a failure; None for none.
-        left_out: What the choice of steps leaves out, in sentences.
+        step_limit_s: Seconds that a step may take; the soak may take `soak_s` more.
+        quick: Whether to skip what takes long, and to end within `QUICK_S`.
+        bundle: File for everything that explains a failure; None for none.
+        left_out: What the chosen steps leave out, in sentences.
     """
 
     device: int
@@ -68,14 +68,14 @@ class AcceptanceOptions:
 
     @property
     def files(self) -> tuple[Path, Path, Path]:
-        """JSON, page and log."""
+        """The JSON file, the HTML page and the log."""
         return self.report, self.report.with_suffix(".html"), self.report.with_suffix(".log")
 
 
 def accept(options: AcceptanceOptions) -> bool:
-    """Runs the steps, shows them, and writes the report, and the bundle if there is to be one, after each.
+    """Runs and shows the steps, and writes the report, and the bundle if there is one, after each.
 
-    Where the NPU cannot be used, what can be looked at without is looked at.
+    If the NPU cannot be used, only what can be checked without it is checked.
 
     Returns:
         Whether all passed.
@@ -104,7 +104,7 @@ def accept(options: AcceptanceOptions) -> bool:
 
 
 def _look(options: AcceptanceOptions) -> tuple[NpuReport, BenchSettings, tuple[str, ...]]:
-    """What the node says of itself, the rig that follows, and why the NPU cannot be used."""
+    """Returns what the node reports, the settings of the rig, and why the NPU cannot be used, if so."""
     wanted = ServerSettings.model_validate(
         {
             "devices": f"npu:{options.device}",
@@ -147,7 +147,7 @@ def _environment(options: AcceptanceOptions, product: Product, found: NpuReport)
 
 
 def _version(package: str) -> str:
-    """Without an import: nothing of torch may come into this process."""
+    """Returns a package's version without importing it: this process must not load torch."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -163,14 +163,14 @@ def run_and_report(
     bundle: Bundle | None = None,
     problems: Sequence[str] = (),
 ) -> bool:
-    """Runs the chosen steps on a rig of its own, shows them and writes the report after each.
+    """Runs and shows the chosen steps on a new rig, and writes the report after each.
 
     Args:
         options: Steps and files.
         settings: The device.
         report: What is known before the steps.
-        limits: What ends a step from outside; nothing by default.
-        bundle: Gets the report, and data of failures.
+        limits: Ends steps from outside; none by default.
+        bundle: Receives the report, and the data of failures.
         problems: Why the device cannot be used, if it cannot.
 
     Returns:
@@ -180,7 +180,7 @@ def run_and_report(
         OSError: A report or the bundle cannot be written.
     """
     json_path, html_path, log_path = options.files
-    _write(options, report, bundle)  # a folder that is missing fails now, not after the soak
+    _write(options, report, bundle)  # a missing folder must fail now, not after the soak
     with AcceptanceConsole() as console:
         if report.simulated:
             console.say_simulated()
@@ -198,7 +198,7 @@ def run_and_report(
                 _write(options, report, bundle)
             if limits is not None:
                 limits.ignore()
-        _write(options, report, bundle)  # with what the end of the workers added to the log
+        _write(options, report, bundle)  # with what workers added to the log when they ended
         written = (json_path, html_path, log_path, *([options.bundle] if options.bundle else []))
         console.say_end(report, written)
         if report.simulated:
@@ -207,7 +207,7 @@ def run_and_report(
 
 
 def _write(options: AcceptanceOptions, report: Report, bundle: Bundle | None) -> None:
-    """Writes the report; steps still to come count as skipped, so that no part passes for the whole."""
+    """Writes the report; steps yet to run count as skipped, so that a part never passes for the whole."""
     json_path, html_path, _ = options.files
     whole = replace(report, steps=(*report.steps, *_to_come(options, report)))
     json_path.write_text(whole.to_json(), encoding="utf-8")
@@ -227,9 +227,9 @@ def _to_come(options: AcceptanceOptions, report: Report) -> Iterator[StepReport]
 
 @contextmanager
 def _stderr_to(path: Path) -> Iterator[None]:
-    """Standard error of this process and its children goes to a file for a block.
+    """Redirects standard error of this process and its children to a file in a block.
 
-    Workers and vendor libraries print there what would tear the progress apart.
+    Workers and vendor libraries print there, which would garble the progress display.
     """
     sys.stderr.flush()
     kept = os.dup(2)

@@ -1,4 +1,4 @@
-"""What a person sees of an acceptance while it runs: a live line on a terminal, plain lines elsewhere."""
+"""Console output of a running acceptance: a live line on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from npugrad_server.acceptance.step import Step
 
 _PLAIN_EVERY_S = 10.0
-"""Seconds between two lines about one step where there is no terminal."""
+"""Seconds between two lines about one step without a terminal."""
 _FILE_COLUMNS = 200
 _MOST_FAILURES = 20
 _WORDS = {"passed": "PASSED", "failed": "FAILED", "skipped": "SKIPPED"}
@@ -41,7 +41,7 @@ SIMULATED = r"""
 
 
 class AcceptanceConsole:
-    """Shows steps; a `StepListener`. A context: leaving it ends the live line."""
+    """Shows steps, as a `StepListener`; a context manager that ends the live line on exit."""
 
     def __init__(self) -> None:
         """Writes to standard output."""
@@ -63,14 +63,14 @@ class AcceptanceConsole:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Ends it."""
+        """Ends the live line."""
         if self._progress is not None:
             self._progress.stop()
 
     # ------------------------------------------------------------------------------------- while steps run
 
     def started(self, step: Step) -> None:
-        """A step begins."""
+        """Announces a step."""
         self._said_s = time.monotonic()
         words = f"{step.number:2}  {step.title}"
         if self._progress is None:
@@ -79,7 +79,7 @@ class AcceptanceConsole:
             self._task = self._progress.add_task(words, total=None)
 
     def progress(self, done: int, total: int, what: str) -> None:
-        """So much of the step is done."""
+        """Shows how much of the step is done."""
         if self._progress is not None and self._task is not None:
             self._progress.update(self._task, completed=done, total=total, description=f"    {what}")
         elif time.monotonic() - self._said_s >= _PLAIN_EVERY_S:
@@ -87,12 +87,12 @@ class AcceptanceConsole:
             self._say(f"      {done} of {total}: {what}")
 
     def checked(self, check: StepCheck) -> None:
-        """A check was made; only a bad one is worth a line."""
+        """Prints a check only if it failed."""
         if not check.ok:
             self._say(f"      NOT OK  {failure_line(check)}", "red")
 
     def finished(self, report: StepReport) -> None:
-        """A step has ended."""
+        """Prints the outcome of a step."""
         if self._progress is not None and self._task is not None:
             self._progress.remove_task(self._task)
             self._task = None
@@ -109,21 +109,21 @@ class AcceptanceConsole:
     # ------------------------------------------------------------------------------------ before and after
 
     def say_simulated(self) -> None:
-        """The banner, in large letters."""
+        """Prints the banner, in large letters."""
         self._say(SIMULATED, "bold yellow")
 
     def say_problems(self, problems: Iterable[str]) -> None:
-        """Why the device cannot be used, in the words of `check`."""
+        """Prints why the device cannot be used, in the words of `check`."""
         for problem in problems:
             self._say(f"FAIL  {problem}", "bold red")
 
     def say_environment(self, report: Report) -> None:
-        """What is accepted."""
+        """Prints what is being accepted."""
         for name, text in report.environment.items():
             self._say(f"{name:>12}  {text}")
 
     def say_end(self, report: Report, written: Iterable[Path]) -> None:
-        """What came of all steps, and where it is written."""
+        """Prints the outcome of all steps, and the files written."""
         for step in report.steps:
             if step.outcome != "passed":
                 self._say(f"{_WORDS[step.outcome]}  {step.number} {step.title}", _STYLES[step.outcome])
@@ -148,6 +148,6 @@ class AcceptanceConsole:
 
 
 def failure_line(check: StepCheck) -> str:
-    """A check in one line."""
+    """Describes a failed check in one line."""
     note = f" ({check.note})" if check.note else ""
     return f"{check.name}: found {check.found}; expected {check.expected}{note}"

@@ -1,7 +1,7 @@
 """Calls that take much of the device and next to nothing of the host.
 
-Their operands repeat one element (stride 0), so that neither host memory nor copies grow with them, and the
-output that grows is masked out: the operator needs device memory for it, but nobody copies it back.
+Their operands repeat one element (stride 0), so that neither host memory nor copies grow with them. The
+output that grows is masked out: the operator needs device memory for it, but it is not copied back.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from npugrad_server.acceptance.step import StepLog
 
 MOST_BYTES = 4 * 2**30
-"""With 2^31 elements a kernel may count wrongly: a larger `large_call` is for devices without room for it."""
+"""Kernels may miscount from 2^31 elements on; a larger `large_call` is for devices without room for it."""
 _CALL_LIMIT_S = 60.0
 
 
@@ -47,10 +47,10 @@ RECORD, HUGE = _first()
 
 
 def needs_operator(rig: Rig) -> None:
-    """Makes sure that the device has the operator.
+    """Checks that the device has the operator.
 
     Raises:
-        StepSkipped: It has not.
+        StepSkipped: It does not.
     """
     missing = rig.ready.unavailable.get(RECORD.name)
     if missing is not None:
@@ -58,19 +58,19 @@ def needs_operator(rig: Rig) -> None:
 
 
 def large_call(product: Product, nbytes: int) -> Job:
-    """A call that needs at least so many bytes of device memory, in whole units."""
+    """Returns a call that needs at least `nbytes` of device memory, in whole units."""
     return _expanded(product, HUGE.large(max(1, -(-nbytes // HUGE.unit_bytes))), "large")
 
 
 def long_call(product: Product, expanded: Expanded) -> KnownJob:
-    """A call that takes long, with its exact results."""
+    """Returns a call that takes long, with its exact results."""
     golden = expanded.expected()
     job = _expanded(product, expanded, "long")
     return KnownJob(f"{RECORD.name} {expanded.name}", job, golden)
 
 
 def _expanded(product: Product, expanded: Expanded, label: str) -> Job:
-    """A job whose operands have one element in memory each, repeated to their shapes."""
+    """Returns a job whose operands each have one element in memory, repeated to their shapes."""
     call = RECORD.build(dtype=DType.FLOAT32, product=product, **expanded.sizes)
     metas: dict[str, TensorMeta | None] = {}
     arrays: dict[str, Any] = {}
@@ -83,7 +83,7 @@ def _expanded(product: Product, expanded: Expanded, label: str) -> Job:
 
 @dataclass(frozen=True)
 class LongCall:
-    """A call that runs long enough, measured.
+    """A call that runs long enough, with its measured time.
 
     Attributes:
         known: The call.
@@ -95,16 +95,16 @@ class LongCall:
 
 
 def find_long_call(rig: Rig, out: StepLog, target_s: float, least_s: float) -> LongCall:
-    """Grows a call until it runs so long, or the device has no room for it, and writes down what it tried.
+    """Grows a call until it runs for `target_s`, or the device has no room for it, and logs every size.
 
     Args:
         rig: Runs it.
-        out: Gets the table, and a check that every result was right.
-        target_s: Seconds to come to.
-        least_s: Seconds that do when no call comes to that.
+        out: Receives the table, and a check that every result was right.
+        target_s: Seconds to reach.
+        least_s: Seconds that suffice if no call reaches `target_s`.
 
     Raises:
-        StepSkipped: No call takes that long.
+        StepSkipped: No call runs for `least_s`.
     """
     needs_operator(rig)
     rows: list[tuple[Cell, ...]] = []
@@ -117,7 +117,7 @@ def find_long_call(rig: Rig, out: StepLog, target_s: float, least_s: float) -> L
             break
         ran = _grown(rig, tried)
         if isinstance(ran.answer, CallDone) and ran.answer.run_s >= target_s:
-            ran = _grown(rig, tried)  # perhaps it was only the first one, which loads its kernels
+            ran = _grown(rig, tried)  # the first run may have been slow only because it loads kernels
         if not isinstance(ran.answer, CallDone):
             rows.append((size.name, None, words(ran.answer)))
             break
@@ -138,7 +138,7 @@ def _grown(rig: Rig, tried: KnownJob) -> Ran:
 
 
 def _leaves_room(rig: Rig, job: Job) -> bool:
-    """Whether the pool takes the call as well, which keeps some memory back and sets the workspace aside."""
+    """Whether the pool, which keeps some memory back and reserves the workspace, takes the call as well."""
     memory_bytes = rig.ready.memory_bytes
     return memory_bytes is None or arrange(job.record, job.call).nbytes <= memory_bytes // 2
 

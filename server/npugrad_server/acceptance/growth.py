@@ -1,4 +1,4 @@
-"""Whether a quantity grows over time: a straight line through its samples, or through the last of them."""
+"""Measures how a quantity grows over time, by a straight line through its samples or the last of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _STEP = 0.05
-"""Share of the time from one stretch to the next."""
+"""Share of the time between the starts of two stretches."""
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,8 @@ class Growth:
     """How a quantity grew.
 
     Attributes:
-        since: When the samples that counted begin.
-        slope: By how much in a second.
+        since: Time of the first sample that counted.
+        slope: Growth per second.
         seconds: Time between the first and the last sample that counted.
         level: Median of those samples.
     """
@@ -33,7 +33,7 @@ class Growth:
 
     @property
     def total(self) -> float:
-        """Growth over the whole time."""
+        """Growth over all of `seconds`."""
         return self.slope * self.seconds
 
 
@@ -43,7 +43,7 @@ def growth(times: Sequence[float], values: Sequence[float], warm_up: float) -> G
     Args:
         times: Seconds, ascending.
         values: The quantity at each.
-        warm_up: Share of the time, from its start, whose samples do not count.
+        warm_up: Share of the time, at its start, whose samples do not count.
 
     Raises:
         ValueError: Fewer than three samples are left.
@@ -59,13 +59,13 @@ def growth(times: Sequence[float], values: Sequence[float], warm_up: float) -> G
 
 
 def settled(times: Sequence[float], values: Sequence[float], warm_up: float, least: float) -> Growth:
-    """The least growth of any stretch that reaches to the end: what fills caches first ends on a plateau.
+    """Returns the least growth over any final stretch: a quantity that first fills caches ends flat.
 
     Args:
         times: Seconds, ascending.
         values: The quantity at each.
-        warm_up: Share of the time, from its start, that is in no stretch.
-        least: Share of the time that the shortest stretch has.
+        warm_up: Share of the time, at its start, that is in no stretch.
+        least: Length of the shortest stretch, as a share of the time.
 
     Raises:
         ValueError: There are fewer than three samples after the warm-up.

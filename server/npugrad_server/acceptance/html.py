@@ -1,4 +1,4 @@
-"""A report as one HTML page that needs nothing else: no network, no script, no other file."""
+"""A report as one self-contained HTML page: no network, no script, no other file."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ if TYPE_CHECKING:
     from npugrad_server.acceptance.report import Cell, Report, StepCheck, StepReport, Table
 
 _SHOWN_CHECKS = 12
-"""More passed checks than these, and longer tables, are folded; they open on a click and print in full."""
+"""More passed checks, and longer tables, are folded; they open on a click and print in full."""
 _SHOWN_ROWS = 30
 _MOST_FAILURES = 25
-"""So many failed checks of each step are listed at the top; the step has all."""
+"""Failed checks of each step listed at the top; the step's section lists all."""
 _SIGNS = {"passed": "✓", "failed": "✗", "skipped": "○"}
 _CLASSES = {"passed": "good", "failed": "bad", "skipped": "none"}
 _MOST_BARS = 40
 
 
 def render(report: Report) -> str:
-    """The page of a report.
+    """Renders a report as a page.
 
     Args:
-        report: What was found.
+        report: The report.
 
     Returns:
         HTML; equal reports give equal text.
@@ -87,7 +87,7 @@ def _verdict(report: Report) -> str:
 
 
 def _failures(report: Report) -> str:
-    """What a reader of a failed report looks for first: every failed check and error in one place."""
+    """Renders what readers look for first: every failed check and error in one place."""
     failed = [step for step in report.steps if step.outcome == "failed"]
     if not failed:
         return ""
@@ -177,7 +177,7 @@ def _note(check: StepCheck) -> str:
 
 
 def _figures(table: Table) -> str:
-    """A table, and above it the charts of the columns that have one."""
+    """Renders a table, and above it the charts of the columns that have one."""
     numeric = [_is_numeric(table, index) for index in range(len(table.columns))]
     head = "".join(
         f"<th{_align(right)}>{escape(name)}</th>" for name, right in zip(table.columns, numeric, strict=True)
@@ -221,7 +221,7 @@ def _lines(table: Table) -> Iterable[str]:
 
 
 def _bars(table: Table, parts: Sequence[str], mark: str) -> list[Bar]:
-    """A bar for each row whose cells are all numbers; its label is the row's text and whole numbers."""
+    """Returns a bar for each row that has a number for every part, labelled with the row's text."""
     places = [table.columns.index(name) for name in parts]
     found = []
     for row in table.rows[:_MOST_BARS]:
@@ -234,7 +234,7 @@ def _bars(table: Table, parts: Sequence[str], mark: str) -> list[Bar]:
 
 
 def _finite(cell: Cell) -> float | None:
-    """The number of a cell that has one; numbers that are not finite are text after JSON."""
+    """Returns the number in a cell, None if there is none; non-finite numbers are text after JSON."""
     if isinstance(cell, bool) or not isinstance(cell, (int, float)) or not math.isfinite(cell):
         return None
     return float(cell)
@@ -292,7 +292,7 @@ def _count(count: int, noun: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A time for people, such as ``"8.2 s"`` or ``"12 min 05 s"``."""
+    """Formats a time, such as ``"8.2 s"`` or ``"12 min 05 s"``."""
     if seconds < 59.95:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)

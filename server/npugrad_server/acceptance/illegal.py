@@ -1,4 +1,4 @@
-"""Illegal calls, one broken constraint each, exactly as they go down to the first phase."""
+"""Illegal calls, each breaking one constraint, exactly as passed to the first phase."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class IllegalCall:
-    """A sample in which one constraint was broken.
+    """A sample changed to break one constraint.
 
     Attributes:
         sample: Name of the sample.
         call: The broken call.
-        case: All its tensors as they go down.
-        by_worker: Whether a worker hands down just these tensors, and so can be asked as well.
+        case: All its tensors as passed to the first phase.
+        by_worker: Whether a worker passes exactly these tensors, and so can be asked as well.
     """
 
     sample: str
@@ -37,10 +37,10 @@ class IllegalCall:
 
 
 def illegal_calls(record: OpRecord, product: Product, constraint: Constraint) -> Iterator[IllegalCall]:
-    """Every sample that can be made to break a constraint, on a device of the product."""
+    """Yields every sample that can be changed to break a constraint, on a device of the product."""
     for sample in record.samples(product):
         broken = constraint.violate(sample.call)
-        # Another product is another chip, and what is accepted unchecked breaks nothing.
+        # Another product would need another chip, and a call accepted unchecked breaks nothing.
         if broken is None or broken.product is not product or record.accepts_unchecked(broken):
             continue
         case = as_handed_down(record, broken, sample.call)
@@ -48,12 +48,12 @@ def illegal_calls(record: OpRecord, product: Product, constraint: Constraint) ->
 
 
 def as_handed_down(record: OpRecord, call: CallMeta, legal: CallMeta) -> RawCall:
-    """Every tensor of a call that may be illegal: formats, strides and declared outputs as they are.
+    """Returns every tensor of a possibly illegal call, with formats, strides and declared outputs unchanged.
 
     Args:
         record: The operator.
         call: The call.
-        legal: The legal call that it was made of, whose outputs it gets where its own cannot be inferred.
+        legal: The legal call it was made from, whose outputs replace those that cannot be inferred.
     """
     tensors: dict[str, TensorMeta | None] = {}
     for param in record.params:
@@ -67,7 +67,7 @@ def as_handed_down(record: OpRecord, call: CallMeta, legal: CallMeta) -> RawCall
 
 
 def _viewed(param: TensorParam, meta: TensorMeta | None, legal: TensorMeta | None) -> TensorMeta | None:
-    """In the shape the device wants, unless it is the shape that is illegal."""
+    """Returns a tensor in the shape the device wants, unless the shape is what is illegal."""
     if meta is None or param.device_view is None or (legal is not None and meta.shape != legal.shape):
         return meta
     return TensorMeta(meta.dtype, param.device_view(meta), meta.format)
@@ -82,7 +82,7 @@ def _output(record: OpRecord, param: TensorParam, call: CallMeta, legal: CallMet
     for given in (call, legal):
         try:
             found = record.infer(_unmasked(record, given))[param.name]
-        except (KeyError, ValueError, IndexError, MalformedTensor):  # what it follows from is broken
+        except (KeyError, ValueError, IndexError, MalformedTensor):  # what it is inferred from is broken
             continue
         return found
     return None
@@ -101,14 +101,14 @@ def _unmasked(record: OpRecord, call: CallMeta) -> CallMeta:
 
 
 def _is_what_a_worker_sends(record: OpRecord, call: CallMeta, case: RawCall) -> bool:
-    """A worker normalizes formats, shapes and outputs, so most of what is illegal there it cannot send."""
+    """Whether a worker sends exactly these; it normalizes formats, shapes and outputs, so often it cannot."""
     if call.outputs:
-        return False  # it is not told of declared outputs
+        return False  # a worker is not told of declared outputs
     try:
         if not any(record.infer(call).values()):
-            return False  # nothing is wanted: it does not ask the device
+            return False  # no output is wanted, so a worker does not ask the device
         arranged = arrange(record, call)
-    except Exception:  # pure functions of a record, given what they need not take
+    except Exception:  # pure functions of a record, given what they need not accept
         return False
     sent = {slot.name: slot.meta for slot in arranged.inputs + arranged.outputs}
     return all(_alike(sent.get(name), meta) for name, meta in case.tensors.items())

@@ -1,4 +1,4 @@
-"""One call with its data, and what came of it."""
+"""One call with its data, and its outcome."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Job:
         call: Metas and attributes, legal or not.
         arrays: Operands by name, of the metas' shapes; None for null.
         options: Options of the call.
-        deadline_s: `time.monotonic()` from which on the result is of no use; None for never.
+        deadline_s: `time.monotonic()` after which the result is useless; None for no deadline.
         outputs: Metas of the outputs, None for those not wanted; by default what the record infers.
     """
 
@@ -44,12 +44,12 @@ class Job:
     outputs: Mapping[str, TensorMeta | None] | None = None
 
     def planned(self) -> PlannedCall:
-        """As the pool takes it."""
+        """Returns the call in the form that the pool takes."""
         outputs = self.record.infer(self.call) if self.outputs is None else self.outputs
         return PlannedCall.alone(self.record, self.call, outputs, self.options, "acceptance", self.deadline_s)
 
     def write(self, name: str, memory: memoryview) -> None:
-        """Lays an operand out in memory as its meta says; of elements that repeat one, the first is taken."""
+        """Writes an operand to memory in the layout of its meta; repeated elements are written once."""
         meta, array = self.call.inputs[name], self.arrays[name]
         if meta is not None and array is not None and meta.size:
             target = view(meta, memory)
@@ -58,9 +58,9 @@ class Job:
 
 
 def make_job(record: OpRecord, call: CallMeta, seed: int = 0, **options: Any) -> Job:
-    """A call with plausible data from a seed; `options` are those of `CallOptions`.
+    """Creates a call with plausible data from a seed; `options` are those of `CallOptions`.
 
-    An expanded operand repeats elements, so the arrays are what its memory really holds.
+    An expanded operand repeats elements, so the arrays are views of its actual memory.
     """
     made = record.make_inputs(call, np.random.default_rng(seed))
     arrays: dict[str, npt.NDArray[Any] | None] = {}
@@ -73,11 +73,11 @@ def make_job(record: OpRecord, call: CallMeta, seed: int = 0, **options: Any) ->
 
 
 class Ran(NamedTuple):
-    """What came of a call.
+    """The outcome of a call.
 
     Attributes:
-        outputs: Wanted outputs by name, arrays of their own; empty unless the answer is `CallDone`.
-        answer: What the worker said.
+        outputs: Copies of the wanted outputs by name; empty unless the answer is `CallDone`.
+        answer: The worker's answer.
     """
 
     outputs: dict[str, npt.NDArray[Any]]

@@ -1,4 +1,4 @@
-"""Calls whose right results are known, and the words for what came of them."""
+"""Calls with known results, and descriptions of their outcomes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class KnownJob:
     """A call with its right results.
 
     Attributes:
-        name: For a person.
+        name: Readable name.
         job: The call with its data.
         golden: Right values of each wanted output, in float64.
     """
@@ -36,16 +36,16 @@ class KnownJob:
     golden: Mapping[str, npt.NDArray[np.float64]]
 
     def complaint(self, ran: Ran) -> str:
-        """What is wrong with what came of the call; empty when its results are right."""
+        """Returns what is wrong with the outcome of the call; empty if its results are right."""
         if not isinstance(ran.answer, CallDone):
             return words(ran.answer)
         return self.wrong(ran.outputs)
 
     def wrong(self, outputs: Mapping[str, npt.NDArray[Any]]) -> str:
-        """What is outside its tolerance; empty when nothing is."""
+        """Returns what is outside its tolerance; empty if nothing is."""
         if outputs.keys() != self.golden.keys():
             return f"found outputs {sorted(outputs)}; expected {sorted(self.golden)}"
-        with np.errstate(invalid="ignore"):  # what a sick device returns may be a signaling NaN
+        with np.errstate(invalid="ignore"):  # a faulty device may return signaling NaNs
             job = self.job
             found = agreement(job.record, job.arrays, job.call.attrs, outputs, self.golden)
         return "" if found.ok else str(found)
@@ -60,7 +60,7 @@ def known(name: str, job: Job) -> KnownJob:
 
 
 def words(answer: CallDone | CallFailed | DeviceFailed) -> str:
-    """What a worker said, for a person."""
+    """Describes a worker's answer."""
     if isinstance(answer, CallDone):
         return "a result"
     if isinstance(answer, CallFailed):
@@ -70,7 +70,7 @@ def words(answer: CallDone | CallFailed | DeviceFailed) -> str:
 
 
 def in_flight(rig: Rig, jobs: Iterable[KnownJob], window: int) -> Iterator[tuple[KnownJob, Ran]]:
-    """Runs jobs with so many of them on their way; yields each with what came of it, in their order."""
+    """Runs jobs with up to `window` of them in flight; yields each with its outcome, in order."""
     flying: deque[tuple[KnownJob, Pending]] = deque()
     try:
         for job in jobs:
@@ -82,5 +82,5 @@ def in_flight(rig: Rig, jobs: Iterable[KnownJob], window: int) -> Iterator[tuple
             sent, pending = flying.popleft()
             yield sent, pending()
     finally:
-        for _, pending in flying:  # whoever stops early leaves nothing behind
+        for _, pending in flying:  # a caller that stops early leaves no call behind
             pending()

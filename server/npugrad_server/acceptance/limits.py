@@ -1,6 +1,6 @@
-"""What ends a step from outside: a signal, or its time. Either becomes an exception of the main thread.
+"""Ends a step from outside, by a signal or a time limit: either raises an exception in the main thread.
 
-A step waits for workers, also in `finally`. So before the exception is raised the worker is killed, which
+Steps wait for workers, even in `finally`. So the worker is killed before the exception is raised, which
 answers every call that is still waited for.
 """
 
@@ -16,26 +16,26 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 _AGAIN_S = 90.0
-"""Seconds after which a step that goes on waiting, while it ends, is disturbed once more."""
+"""Seconds after which a step that is still waiting while it ends is interrupted again."""
 _OVER = signal.SIGUSR1
 _INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StepTimeout(BaseException):
-    """A step took longer than it may; no step may take it for an error of its own."""
+    """A step exceeded its time limit; a `BaseException`, so that no step catches it as its own error."""
 
 
 class Limits:
-    """A context of the main thread, in which signals interrupt as Ctrl-C does and steps have an end.
+    """A context for the main thread in which signals interrupt as Ctrl-C does and steps have a time limit.
 
     Attributes:
         step_s: Seconds that a step may take.
-        until_s: `time.monotonic()` at which every step ends; None for never.
-        abandon: Called first when a step is to end; must not wait.
+        until_s: `time.monotonic()` by which all steps must end; None for no limit.
+        abandon: Called before a step is interrupted; must not block.
     """
 
     def __init__(self, step_s: float, until_s: float | None = None) -> None:
-        """Changes nothing yet."""
+        """Installs no signal handlers yet."""
         self.step_s, self.until_s = step_s, until_s
         self.abandon: Callable[[], None] = lambda: None
         self._before: dict[int, Any] = {}
@@ -44,26 +44,26 @@ class Limits:
         self._waiting: KeyboardInterrupt | None = None
 
     def left_s(self) -> float:
-        """Seconds that a step which begins now may take."""
+        """Returns the seconds that a step starting now may take."""
         if self.until_s is None:
             return self.step_s
         return min(self.step_s, self.until_s - time.monotonic())
 
     @property
     def over(self) -> bool:
-        """Whether the time of all steps together is over."""
+        """Whether the time for all steps together is up."""
         return self.until_s is not None and time.monotonic() >= self.until_s
 
     @contextmanager
     def step(self, more_s: float = 0.0) -> Iterator[None]:
-        """A step; `more_s` is added to the seconds it may take.
+        """Runs a step in a block; `more_s` is added to the seconds it may take.
 
-        After `begin` an interrupt that comes between two steps is raised in the next one: what is done there,
-        such as writing a report, must not be cut.
+        After `begin`, an interrupt between two steps is raised in the next one, because work done there, such
+        as writing a report, must not be interrupted.
 
         Raises:
-            StepTimeout: The seconds are over.
-            KeyboardInterrupt: A signal came.
+            StepTimeout: The time is up.
+            KeyboardInterrupt: A signal arrived.
         """
         self._limit_s = max(0.0, self.left_s()) + more_s
         done = threading.Event()
@@ -87,21 +87,21 @@ class Limits:
             wait_s = _AGAIN_S
 
     def begin(self) -> None:
-        """Steps follow: an interrupt waits for the first."""
+        """Marks that steps follow: an interrupt before or between them waits for the next one."""
         self._between = True
 
     def ignore(self) -> None:
-        """From now on signals are ignored: what is left takes a moment, and must not be cut."""
+        """Ignores signals from now on: the remaining work is short and must not be interrupted."""
         self._deaf = True
 
     def __enter__(self) -> Limits:
-        """Takes the signals."""
+        """Installs the signal handlers."""
         for number in (*_INTERRUPTS, _OVER):
             self._before[number] = signal.signal(number, self._signalled)
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Gives the signals back."""
+        """Restores the previous signal handlers."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
 

@@ -1,9 +1,9 @@
-"""One worker process, asked and answered call by call, with nobody between."""
+"""One worker process, driven directly, call by call, without the pool's scheduler."""
 
 from __future__ import annotations
 
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout  # before 3.11 not the builtin one
+from concurrent.futures import TimeoutError as FutureTimeout  # not the builtin before Python 3.11
 from typing import TYPE_CHECKING
 
 from npugrad_server.backends.base import RestartPolicy
@@ -31,7 +31,7 @@ _END_S = 15.0
 
 
 class DeviceGone(Exception):
-    """The device does not open any more: nothing that needs it can go on."""
+    """The device no longer opens, so nothing that needs it can continue."""
 
 
 class WorkerLink:
@@ -41,9 +41,9 @@ class WorkerLink:
         """Starts the process and has it open its device.
 
         Args:
-            loop: Runs the talk.
+            loop: Runs the communication.
             inputs: Arena of the operands.
-            settings: Its first device is opened.
+            settings: Settings of the pool; the first device is opened.
             number: Number of this process among those of the device.
         """
         self._loop = loop
@@ -68,12 +68,12 @@ class WorkerLink:
 
     @property
     def outputs(self) -> OutputArena:
-        """Its arena of results."""
+        """The worker's arena of results."""
         return self._process.outputs
 
     @property
     def alive(self) -> bool:
-        """Whether the process is there and has not said that its device failed."""
+        """Whether the process is running and has not reported that its device failed."""
         return self._failure is None and not self._ended.done()
 
     def wait_ready(self, timeout_s: float) -> DeviceReady:
@@ -88,7 +88,7 @@ class WorkerLink:
             raise DeviceGone(f"{self._process.device} did not open within {timeout_s:g} s") from None
 
     def ask(self, message: RunCall | AskWorkspace | AskMemory) -> Future[WorkerAnswer]:
-        """Sends an order; the future has the answer, which is `DeviceFailed` when the process ended."""
+        """Sends a message; the future gets the answer, `DeviceFailed` if the process ended."""
         future: Future[WorkerAnswer] = Future()
 
         def send() -> None:
@@ -102,14 +102,14 @@ class WorkerLink:
         return future
 
     def abandon(self) -> None:
-        """Has the process killed, and waits for nothing: whoever waits for an answer gets one soon."""
+        """Has the process killed without waiting; pending messages are then soon answered."""
         self._loop.later(self._process.kill)
 
     def close(self, *, kill: bool = False) -> str:
-        """Ends the process, at once or by hanging up, and waits for it.
+        """Ends the process, by killing it or closing its socket, and waits for it.
 
         Returns:
-            How it ended, for a person.
+            A readable description of how it ended.
 
         Raises:
             DeviceGone: The kernel cannot end it.
@@ -152,7 +152,7 @@ class WorkerLink:
         self._waiting.clear()
 
     def _lost(self) -> DeviceFailed:
-        """What the device failed with, or how the process ended without saying so."""
+        """Returns the failure that the device reported or, if none, how the process ended."""
         if self._failure is not None:
             return self._failure
         words = self._ended.result() if self._ended.done() else "the worker process ends"

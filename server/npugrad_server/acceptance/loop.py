@@ -1,4 +1,4 @@
-"""An event loop on a thread of its own, for steps, which are plain functions that wait."""
+"""An event loop on its own thread, for steps, which are plain blocking functions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _Found = TypeVar("_Found")
 
 
 class LoopThread:
-    """Runs until `close`. Thread safety: every method may be called from any thread but its own."""
+    """Runs an event loop until `close`; every method may be called from any thread but its own."""
 
     def __init__(self) -> None:
         """Starts the thread."""
@@ -30,7 +30,7 @@ class LoopThread:
         """Runs a coroutine and waits for its result.
 
         Raises:
-            concurrent.futures.TimeoutError: It took longer; it was cancelled.
+            concurrent.futures.TimeoutError: The time ran out, and the coroutine was cancelled.
         """
         future = self.submit(work)
         try:
@@ -48,7 +48,7 @@ class LoopThread:
         return self.run(work())
 
     def later(self, function: Callable[[], object]) -> None:
-        """Calls a function on the loop; waits for nothing."""
+        """Calls a function on the loop without waiting."""
         self._loop.call_soon_threadsafe(function)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What a node is, for a bundle: files and commands, each bounded in time and size; nothing is loaded."""
+"""Describes a node for a bundle, by files and commands bounded in time and size; loads no library."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 _COMMAND_S = 20.0
 _TOOL_FOLDERS = "/usr/local/sbin:/usr/local/bin:/usr/sbin"
-"""Where the driver's installer puts its tools, which a container's PATH need not name."""
+"""Where the driver's installer puts its tools; a container's PATH may lack these folders."""
 _MOST_LIBRARIES, _MOST_VERSION_FILES = 16, 200
 _WALK_S, _WALK_FOLDERS = 20.0, 20_000
 _SHOWN = re.compile(
     r"(ASCEND|ACL|ATB|CANN|HCCL|LD_LIBRARY_PATH|LD_PRELOAD|NPUGRAD|NPU_|OMP|PATH$|PYTHON|PYTORCH|STREAMS_PER_"
     r"|TASK_QUEUE|TORCH|TE_PARALLEL)"
 )
-"""Names of variables that are shown begin so."""
+"""How the names of variables to show begin."""
 _SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|KEY|AUTH", re.IGNORECASE)
 _USER = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 _INSTALLED = Path("/usr/local/Ascend")
@@ -55,7 +55,7 @@ _SYSTEM_FILES = (
 
 
 def collect(bundle: Bundle) -> None:
-    """Adds everything below ``node/``; what cannot be found out says why in its place."""
+    """Adds everything below ``node/``; where something cannot be found out, its file says why."""
     facts: dict[str, Callable[[], str]] = {
         "environment.txt": lambda: _lines(shown_environment(os.environ)),
         "system.txt": _system,
@@ -71,13 +71,13 @@ def collect(bundle: Bundle) -> None:
 
 
 def log_folders() -> tuple[Path, ...]:
-    """Where the vendor's libraries write their logs."""
+    """Returns the folders to which the vendor's libraries write their logs."""
     named = [os.environ.get("ASCEND_PROCESS_LOG_PATH"), os.environ.get("ASCEND_WORK_PATH")]
     return tuple(dict.fromkeys((*(Path(name) for name in named if name), Path.home() / "ascend" / "log")))
 
 
 def shown_environment(environment: Mapping[str, str]) -> Iterator[str]:
-    """Variables that decide how CANN, torch and this program work, as lines; secrets only by name."""
+    """Yields the variables that affect CANN, torch and this program, as lines; secrets only by name."""
     for name in sorted(environment):
         if _SHOWN.match(name):
             value = "(hidden)" if _SECRET.search(name) else _USER.sub("(hidden)", environment[name])
@@ -99,7 +99,7 @@ def _lines(lines: Iterable[str]) -> str:
 
 
 def _command(*command: str) -> str:
-    """What a command says, and how it ended."""
+    """Returns the output of a command, and how it ended."""
     words = " ".join(command)
     path = shutil.which(command[0]) or shutil.which(command[0], path=_TOOL_FOLDERS)
     if path is None:
@@ -146,7 +146,7 @@ def _homes() -> tuple[Path, ...]:
 
 
 def _versions() -> str:
-    """Version files of driver, firmware, CANN and operator packages, add-ons included."""
+    """Returns the version files of driver, firmware, CANN and operator packages, including add-ons."""
     places = ("*", "*/*", "*/*/*", "vendors/*", "opp/vendors/*")
     paths = {
         path.resolve(): path
@@ -161,7 +161,7 @@ def _versions() -> str:
 
 
 def _kernels() -> str:
-    """Folders of compiled kernels with how many files and bytes each has."""
+    """Lists the folders of compiled kernels, with the number of files and bytes in each."""
     named = os.environ.get("ASCEND_OPP_PATH")
     opp = Path(named) if named else next((home / "opp" for home in _homes() if (home / "opp").is_dir()), None)
     if opp is None:
@@ -179,7 +179,7 @@ def _kernels() -> str:
 
 
 def _dependencies() -> str:
-    """What the loader finds for every library that is used, also for one that cannot be loaded."""
+    """Returns what the loader finds for every library used, even for one that cannot be loaded."""
     folders = [*map(Path, filter(None, os.environ.get("LD_LIBRARY_PATH", "").split(":"))), *cann_folders()]
     names = (RUNTIME_LIBRARY, TENSOR_LIBRARY, *(name for names in LAYOUTS.values() for name in names))
     paths = [folder / name for name in names for folder in folders]

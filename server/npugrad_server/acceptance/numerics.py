@@ -1,4 +1,4 @@
-"""Results against the float64 reference, and what is kept of the comparison."""
+"""Compares results with the float64 reference, and keeps the largest errors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def compare_with_reference(job: Job, outputs: Mapping[str, npt.NDArray[Any]]) -> Agreement:
-    """The outputs of a call against the record's float64 reference, within the record's tolerance."""
+    """Compares a call's outputs with the record's float64 reference, within the record's tolerance."""
     return agreement(job.record, job.arrays, job.call.attrs, outputs)
 
 
@@ -32,15 +32,15 @@ class Accuracy:
     _worst: dict[tuple[str, str, str, str], _Row] = field(default_factory=dict)
 
     def check(self, out: StepLog, name: str, kind: str, dtype: str, job: Job, ran: Ran) -> bool:
-        """Writes down whether a call came out right, and keeps its errors.
+        """Records whether a call's results are right, and keeps its errors.
 
         Args:
-            out: Where to.
+            out: Receives the check.
             name: Name of the check.
             kind: ``"small"`` or the name of a realistic size.
             dtype: Type of the results.
             job: The call.
-            ran: What came of it.
+            ran: Its outcome.
         """
         if not isinstance(ran.answer, CallDone):
             out.keep_call(name, job, ran)
@@ -54,7 +54,7 @@ class Accuracy:
         return out.check(name, found.ok, "within tolerance of the float64 reference", str(found))
 
     def rows(self) -> Iterator[tuple[Cell, ...]]:
-        """Operator, type, kind, output, calls, largest relative error, largest share of the tolerance."""
+        """Yields operator, type, kind, output, calls, largest relative error, largest share of tolerance."""
         for key, row in self._worst.items():
             yield (*key, row.calls, float(f"{row.error:.3g}"), float(f"{row.worst:.3g}"))
 

@@ -1,4 +1,4 @@
-"""The same call handed to CANN in another way: other formats, and by torch_npu's own bindings."""
+"""The same calls made in other ways: in other formats, and through torch_npu's own bindings."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class PeerJob:
     """One call to be run in several ways.
 
     Attributes:
-        name: For a person.
-        job: As the worker runs it, with determinism on where the operator can.
-        bound: Whether torch_npu binds the operator and hands this call down as it is.
+        name: Readable name.
+        job: The job as the worker runs it, deterministic if the operator can be.
+        bound: Whether torch_npu binds the operator and passes this call down unchanged.
     """
 
     name: str
@@ -47,11 +47,11 @@ class PeerJob:
 
     @property
     def deterministic(self) -> bool:
-        """Whether equal bits can be expected."""
+        """Whether bitwise equal results can be expected."""
         return self.job.options.deterministic
 
     def case(self, *, named: bool) -> RawCall:
-        """All tensors as they go down: in the shapes of the device, ND or in named formats."""
+        """Returns all tensors as passed to CANN: in the device's shapes, in ND or in named formats."""
         arranged = arrange(self.job.record, self.job.call)
         tensors = dict.fromkeys((p.name for p in (*self.job.record.inputs, *self.job.record.outputs)), None)
         metas = {slot.name: slot.meta for slot in arranged.inputs + arranged.outputs}
@@ -62,7 +62,7 @@ class PeerJob:
         )
 
     def contents(self, index: int) -> dict[str, Bytes]:
-        """Bytes of the operands, contiguous."""
+        """Returns the contiguous bytes of the operands."""
         return {
             part(index, name): np.ascontiguousarray(array).reshape(-1).view(np.uint8)
             for name, array in self.job.arrays.items()
@@ -76,7 +76,7 @@ def _formatted(meta: TensorMeta, named: bool) -> TensorMeta:
 
 
 def peer_jobs(rig: Rig) -> Iterator[PeerJob]:
-    """One small and, unless it has to be quick, one realistic call of each operator in each type."""
+    """Yields one small and, unless the acceptance is quick, one realistic call of each operator and type."""
     settings = rig.settings
     for record in rig.operators:
         for dtype in float_dtypes(record, settings.product):
@@ -91,7 +91,7 @@ def peer_jobs(rig: Rig) -> Iterator[PeerJob]:
 
 
 def check_peers(rig: Rig, out: StepLog) -> None:
-    """Runs each call by the worker, with ND and with named formats, and by torch_npu's binding."""
+    """Runs each call on the worker, in ND and in named formats, and through torch_npu's binding."""
     jobs = list(peer_jobs(rig))
     with rig.deterministic():
         ours = [
@@ -138,7 +138,7 @@ def _formats(
             if answer["status"] is None or (answer["status"] and not named):
                 out.check(f"{peer.name}: {way}", False, "accepted", answer["words"])
             elif answer["status"]:
-                # That ND serves is all that is needed.
+                # The service needs only ND.
                 out.check(f"{peer.name}: {way}", True, "ND serves", answer["words"], "only ND is taken")
             elif peer.deterministic:
                 out.check(

@@ -1,4 +1,4 @@
-"""The records' probes: calls whose results one can work out by hand, which random data cannot explain."""
+"""Runs the records' probes: calls with results computed by hand, to explain what random data cannot."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def check_probes(rig: Rig, out: StepLog) -> None:
-    """Runs every probe of the operators that the device's product has."""
+    """Runs every probe of the operators that the device can run."""
     for record in rig.operators:
         for probe in record.workloads.probes:
             filled, name = probe.make(), f"{record.name}: {probe.name}"
@@ -31,7 +31,7 @@ def check_probes(rig: Rig, out: StepLog) -> None:
                 out.check(name, False, "a result", ran.answer.message)
                 continue
             for output, expected in filled.expected.items():
-                # All numbers are sums of a few powers of two: float32 has them exactly.
+                # All numbers are sums of a few powers of two, so they are exact in float32.
                 found = ran.outputs[output]
                 out.check(name, bool(np.array_equal(found, expected)), _shown(expected), _shown(found))
 
@@ -45,7 +45,7 @@ def _job(record: OpRecord, filled: Filled, product: Product) -> Job:
 
 
 def _shown(array: npt.NDArray[Any]) -> str:
-    """The first of the last axis only where there are others: these are our own numbers, not a caller's."""
+    """Formats the numbers, of the last axis only the first if there are others; they are not a caller's."""
     numbers = array.squeeze()
     shown = numbers if numbers.ndim < 2 else numbers[..., 0]
     return " ".join(f"{number:g}" for number in shown.ravel().tolist())

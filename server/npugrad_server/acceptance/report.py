@@ -1,16 +1,16 @@
-"""What an acceptance found: plain data, as JSON and back.
+"""The findings of an acceptance: plain data, converted to and from JSON.
 
-The JSON has one object with the keys below, always in this order; a reader checks `schema` first.
+The JSON is one object with the keys below, always in this order; a reader checks `schema` first.
 
     schema       1
     ok           whether every chosen step passed
-    simulated    whether CANN was the simulation of the tests: then nothing here is about hardware
+    simulated    whether CANN was the tests' simulation; if so, nothing here is about hardware
     version      of npugrad
     started      UTC, ISO 8601
     environment  name -> text: device, product, chip, versions
-    left_out     [text], what an acceptance of all would have done beside
+    left_out     [text], what a full acceptance would also have done
     steps        [{number, key, title, outcome, seconds, checks, tables, notes, error}]
-                 outcome: passed | failed | skipped; error: why it failed by an exception, or was skipped
+                 outcome: passed | failed | skipped; error: the exception that ended it, or why it was skipped
                  checks:  [{name, ok, expected, found, note}]
                  tables:  [{title, columns, rows}], cells are text, numbers, true, false or null
 """
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 SCHEMA = 1
-"""Version of the JSON; raised when a reader of the old one would misread the new one."""
+"""Version of the JSON; incremented when a reader of the old one would misread the new one."""
 
 STEPS_IN_ALL = 11
-"""Steps of a whole acceptance."""
+"""Number of steps of a full acceptance."""
 
 StepOutcome = Literal["passed", "failed", "skipped"]
 Cell = str | int | float | bool | None
@@ -37,14 +37,14 @@ Cell = str | int | float | bool | None
 
 @dataclass(frozen=True)
 class StepCheck:
-    """One thing that was looked at.
+    """One check.
 
     Attributes:
-        name: What, such as ``"group_norm_backward float16: grad_input"``.
-        ok: Whether it is as expected.
-        expected: What was expected, for a person.
-        found: What was found.
-        note: What else helps to judge it.
+        name: What was checked, such as ``"group_norm_backward float16: grad_input"``.
+        ok: Whether the result is as expected.
+        expected: What was expected, as readable text.
+        found: What was found, likewise.
+        note: Anything else that helps to judge it.
     """
 
     name: str
@@ -56,12 +56,12 @@ class StepCheck:
 
 @dataclass(frozen=True)
 class Table:
-    """Figures side by side.
+    """A table of figures.
 
     Attributes:
-        title: What they are.
+        title: What it shows.
         columns: Names, with units.
-        rows: Cells, as many in each row as there are columns. A number that is not finite travels as text.
+        rows: Cells, one for each column. In JSON, non-finite numbers become text.
     """
 
     title: str
@@ -71,17 +71,17 @@ class Table:
 
 @dataclass(frozen=True)
 class StepReport:
-    """What became of one step.
+    """The outcome of one step.
 
     Attributes:
         number: 0 to 10.
         key: Short name, such as ``"round_trip"``.
-        title: For a person.
-        outcome: ``"passed"`` when there were checks, every one was ok and nothing raised.
+        title: Readable name.
+        outcome: ``"passed"`` if there were checks, all were ok and no exception ended it.
         seconds: How long it took.
         checks: In the order they were made.
         tables: In the order they were made.
-        notes: Sentences.
+        notes: Remarks, one sentence each.
         error: The exception that ended it, or why it was skipped; empty otherwise.
     """
 
@@ -97,21 +97,21 @@ class StepReport:
 
     @property
     def failures(self) -> tuple[StepCheck, ...]:
-        """The checks that are not ok."""
+        """The checks that failed."""
         return tuple(check for check in self.checks if not check.ok)
 
 
 @dataclass(frozen=True)
 class Report:
-    """What an acceptance found.
+    """The findings of an acceptance.
 
     Attributes:
-        version: Of npugrad.
-        started: When, UTC, ISO 8601.
-        simulated: Whether CANN was the simulation of the tests.
+        version: Version of npugrad.
+        started: Start time, UTC, ISO 8601.
+        simulated: Whether CANN was the tests' simulation.
         environment: Device, product, chip and versions by name, in the order to show them.
         steps: The chosen steps in order.
-        left_out: What was left out of the steps, in sentences; empty for a whole acceptance.
+        left_out: What was left out of the steps, in sentences; empty for a full acceptance.
     """
 
     version: str
@@ -123,19 +123,19 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether there were steps and every one passed."""
+        """Whether there were steps and all passed."""
         return bool(self.steps) and all(step.outcome == "passed" for step in self.steps)
 
     @property
     def verdict(self) -> str:
-        """In a word, for a person; some chosen steps that pass are no acceptance of the device."""
+        """The verdict as readable text; passing only some of the steps does not accept the device."""
         if not self.ok:
             return "NOT ACCEPTED"
         whole = len(self.steps) == STEPS_IN_ALL and not self.left_out
         return "ACCEPTED" if whole else "ACCEPTED IN PART"
 
     def to_json(self) -> str:
-        """The text of the file; equal reports give equal text."""
+        """Returns the text of the JSON file; equal reports give equal text."""
         found = {
             "schema": SCHEMA,
             "ok": self.ok,
@@ -153,7 +153,7 @@ class Report:
         """Reads what `to_json` wrote.
 
         Raises:
-            ValueError: It is no report, or of another schema.
+            ValueError: The text is not a report, or has another schema.
         """
         try:
             found = json.loads(text)
@@ -189,7 +189,7 @@ def _step(found: Mapping[str, Any]) -> StepReport:
 
 
 def _without_non_finite(value: Any) -> Any:
-    """JSON has no infinity and no NaN: they become text."""
+    """Turns infinities and NaNs into text, since JSON has neither."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):

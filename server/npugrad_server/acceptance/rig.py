@@ -1,14 +1,14 @@
-"""What steps drive: a real worker process of the device, below the validator, call by call.
+"""The rig that steps drive: a real worker process of the device, below the validator, call by call.
 
-    rig.run(record, call, arrays)         one call: its outputs and the worker's own answer
-    rig.run_many(jobs)                  as many at once as the worker has streams
-    rig.plan(record, call)                the first phase alone
+    rig.run(record, call, arrays)       one call: its outputs and the worker's own answer
+    rig.run_many(jobs)                  many calls, enough at once to keep all streams busy
+    rig.plan(record, call)              the first phase alone
     rig.restart(run_limit_s=0.001)      another process, with other settings if wanted
-    with rig.deterministic(): ...       another process where one keeps one mode
+    with rig.deterministic(): ...       another process, if each keeps one mode
     with rig.pool() as pool: ...        the device under the service's own pool, which restarts workers
-    with rig.trial("phases") as trial:  the device reached without a worker, by a process of its own
+    with rig.trial("phases") as trial:  a separate process that reaches the device without a worker
 
-Nothing is checked here: an illegal call goes to the device as it is.
+The rig validates nothing: illegal calls reach the device unchanged.
 """
 
 from __future__ import annotations
@@ -62,26 +62,26 @@ if TYPE_CHECKING:
     from npugrad_server.worker.protocol import DeviceReady
 
 _ARENA_BYTES = 2 * 2**30
-"""Address space for operands, and for results; memory is taken where it is used."""
+"""Address space for operands, and as much for results; only the part in use takes memory."""
 
 
 @dataclass(frozen=True)
 class BenchSettings:
-    """What a rig is opened with.
+    """Settings of a rig.
 
     Attributes:
         device: Such as ``"npu:0"``.
         product: Product of its chip.
         streams: Calls that run at once.
-        release: Release of its CANN; None when unknown.
+        release: Release of its CANN; None if unknown.
         soak_s: Seconds of the soak.
-        simulated: Whether CANN is the simulation of the tests, whose kernels are plain loops.
+        simulated: Whether CANN is the tests' simulation, whose kernels are plain loops.
         run_limit_s: Seconds a call may run.
         hang_grace_s: Seconds a launched call may outlive its deadline.
         start_timeout_s: Seconds a worker has to open the device.
-        arena_bytes: Most bytes of operands, and of results, of the calls in flight.
+        arena_bytes: Maximum bytes of operands, and of results, of the calls in flight.
         rung_limit_s: Seconds that each rung of the ladder may take; a first start of CANN takes minutes.
-        quick: Whether to leave out what takes long.
+        quick: Whether to skip what takes long.
     """
 
     device: str
@@ -103,7 +103,7 @@ class BenchSettings:
         return parse_device(self.device).index
 
     def pool_settings(self, **changes: Any) -> PoolSettings:
-        """The same for the service's pool; `changes` are fields of `PoolSettings`."""
+        """Returns settings for the service's pool; `changes` are fields of `PoolSettings`."""
         made = PoolSettings(
             devices=(self.device,),
             product=self.product,
@@ -123,14 +123,14 @@ class BenchSettings:
 
 
 class Rig:
-    """One device with one worker process at a time. For one thread.
+    """One device with one worker process at a time; for use by one thread.
 
     Attributes:
-        settings: What it was opened with.
+        settings: The settings it was opened with.
     """
 
     def __init__(self, settings: BenchSettings) -> None:
-        """Makes the arena; the first use starts the worker."""
+        """Creates the arena; the first use starts the worker."""
         self.settings = settings
         self._loop = LoopThread()
         self._inputs = InputArena(settings.arena_bytes)
@@ -144,7 +144,7 @@ class Rig:
     # ------------------------------------------------------------------------------------------- the worker
 
     def start(self, **changes: Any) -> float:
-        """Starts a worker unless one like it is there, and waits until its device is open.
+        """Starts a worker unless one with these changes is running, and waits until its device is open.
 
         Args:
             **changes: Fields of `PoolSettings` that differ for this worker, such as ``run_limit_s=0.001``.
@@ -169,17 +169,17 @@ class Rig:
         return time.monotonic() - start
 
     def stop(self, *, kill: bool = False) -> str:
-        """Ends the worker and waits for it; returns how it ended, for a person; empty when there was none."""
+        """Ends the worker, waits for it and returns how it ended, in words; empty if there was none."""
         link, self._link = self._link, None
         return "" if link is None else link.close(kill=kill)
 
     def abandon(self) -> None:
-        """Has the worker killed, and waits for nothing; for handlers of signals."""
+        """Has the worker killed without waiting; for signal handlers."""
         if self._link is not None:
             self._link.abandon()
 
     def restart(self, **changes: Any) -> float:
-        """`stop`, then `start` with the changes; seconds of the start."""
+        """Stops the worker, starts one with the changes, and returns the seconds the start took."""
         self.stop()
         return self.start(**changes)
 
@@ -190,12 +190,12 @@ class Rig:
 
     @property
     def pid(self) -> int:
-        """Process number of the worker; it is started if there is none."""
+        """Process number of the worker, which is started if there is none."""
         return self._worker().pid
 
     @property
     def ready(self) -> DeviceReady:
-        """What the worker said of its device when it had opened it; it is started if there is none."""
+        """What the worker reported after opening its device; the worker is started if there is none."""
         self._worker()
         if self._ready is None:
             raise DeviceGone(f"{self.settings.device} is not open")
@@ -212,7 +212,7 @@ class Rig:
 
     @property
     def offered(self) -> tuple[OpRecord, ...]:
-        """The operators of the product, whether the device can run them or not."""
+        """The operators of the product, whether or not the device can run them."""
         return tuple(s for s in OPERATORS.values() if self.settings.product in s.products)
 
     @property
@@ -221,16 +221,16 @@ class Rig:
         return tuple(s for s in self.offered if s.name not in self.ready.unavailable)
 
     def samples(self, record: OpRecord) -> Iterator[Sample]:
-        """The record's own small calls, for the device's product."""
+        """Returns the record's own small calls for the device's product."""
         return record.samples(self.settings.product)
 
     def why_not_deterministic(self, record: OpRecord, call: CallMeta) -> str | None:
-        """Why the device's CANN cannot run a call deterministically; None when it can."""
+        """Returns why the device's CANN cannot run a call deterministically; None if it can."""
         return record.determinism_check(call, self.settings.release)
 
     @contextmanager
     def deterministic(self) -> Iterator[None]:
-        """Has the deterministic option honoured for a block: by another worker where each keeps one mode.
+        """Honours the deterministic option in a block, with another worker if each worker keeps one mode.
 
         Raises:
             DeviceGone: The device does not open.
@@ -255,16 +255,16 @@ class Rig:
     ) -> Ran:
         """Runs a call and waits for the worker's answer.
 
-        A worker that ended answers every further call with the `DeviceFailed` it ended with, until `start`.
+        After a worker has ended, every call gets the `DeviceFailed` it ended with, until `start`.
         """
         return self.run_job(Job(record, call, arrays, options or CallOptions(), deadline_s))
 
     def run_job(self, job: Job) -> Ran:
-        """Runs a job; as `run`."""
+        """Runs a job, as `run` does."""
         return self.submit(job)()
 
     def run_many(self, jobs: Iterable[Job]) -> list[Ran]:
-        """Runs jobs with as many in flight as keep all streams busy; answers in the order of the jobs."""
+        """Runs jobs, enough at once to keep all streams busy; returns the answers in the jobs' order."""
         window, flying, found = 2 * self.settings.streams, deque[Pending](), list[Ran]()
         for job in jobs:
             if len(flying) == window:
@@ -273,7 +273,7 @@ class Rig:
         return found + [pending() for pending in flying]
 
     def submit(self, job: Job) -> Pending:
-        """Sends a job and returns at once; calling what is returned waits for what came of it.
+        """Sends a job and returns at once; call the returned `Pending` to wait for the outcome.
 
         Raises:
             MemoryError: The jobs in flight leave no room in the arenas.
@@ -305,7 +305,7 @@ class Rig:
         )
 
     def settle(self, pending: Pending) -> Ran:
-        """Waits for a pending call and gives its memory back; for `Pending`."""
+        """Waits for a pending call and frees its memory; for `Pending`."""
         answer = pending.answer.result(self._patience_s())
         if isinstance(answer, (WorkspaceFound, MemoryFound)):
             raise TypeError(f"found {answer}; expected the answer to a call")
@@ -320,7 +320,7 @@ class Rig:
         return self.settings.run_limit_s + self.settings.hang_grace_s + self.settings.start_timeout_s
 
     def plan(self, record: OpRecord, call: CallMeta) -> WorkspaceFound | CallFailed | DeviceFailed:
-        """Asks the operator's first phase alone; there are no operands and nothing is launched."""
+        """Runs only the operator's first phase, without operands and without a launch."""
         order = AskWorkspace(next(self._numbers), record.name, call)
         answer = self._worker().ask(order).result(self._patience_s())
         if isinstance(answer, (CallDone, MemoryFound)):
@@ -328,24 +328,24 @@ class Rig:
         return answer
 
     def memory(self, *, give_back: bool) -> MemoryFound:
-        """How the device's memory stands; calls in flight run before, or count as memory in use.
+        """Queries the device's memory; calls in flight run first, or count as memory in use.
 
         Args:
-            give_back: Whether the worker first gives back what it only keeps for later calls.
+            give_back: Whether the worker first releases memory that it only caches for later calls.
 
         Raises:
-            DeviceGone: The worker does not say.
+            DeviceGone: The worker does not report it.
         """
         answer = self._worker().ask(AskMemory(next(self._numbers), give_back)).result(self._patience_s())
         if not isinstance(answer, MemoryFound):
             raise DeviceGone(f"{self.settings.device}: {answer}")
         return answer
 
-    # --------------------------------------------------------------------------------- beside the own worker
+    # ---------------------------------------------------------------------------- instead of the rig's worker
 
     @contextmanager
     def pool(self, **changes: Any) -> Iterator[SupervisedDevice]:
-        """The device under the service's own pool for a block; the rig's worker ends before.
+        """Runs the device under the service's own pool in a block; the rig's worker ends first.
 
         Args:
             **changes: Fields of `PoolSettings` that differ, such as ``max_attempts=1``.
@@ -364,7 +364,7 @@ class Rig:
 
     @contextmanager
     def trial(self, name: str) -> Iterator[Trial]:
-        """A process that reaches the device without a worker, for a block; the rig's worker ends before.
+        """Yields a process that reaches the device without a worker; the rig's worker ends first.
 
         Args:
             name: Module of `npugrad_server.backends.npu.trials`.
@@ -374,22 +374,22 @@ class Rig:
             yield trial
 
     def close(self) -> None:
-        """Ends everything."""
+        """Ends the worker and the loop, and frees the arena."""
         self.stop()
         self._loop.close()
         self._inputs.close()
 
     def __enter__(self) -> Rig:
-        """Nothing: the first use starts the worker."""
+        """Does nothing: the first use starts the worker."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Closes it."""
+        """Closes the rig."""
         self.close()
 
 
 class Pending:
-    """A call on its way."""
+    """A call in flight."""
 
     def __init__(
         self,
@@ -402,19 +402,19 @@ class Pending:
         results: Region,
         answer: Future[Any],
     ) -> None:
-        """Made by `Rig.submit`."""
+        """Created by `Rig.submit`."""
         self.operands, self.results, self.answer = operands, results, answer
         self._bench, self._link, self._planned, self._demand = rig, link, planned, demand
         self._ran: Ran | None = None
 
     def __call__(self) -> Ran:
-        """Waits for what came of it; may be called again."""
+        """Waits for the outcome; may be called again."""
         if self._ran is None:
             self._ran = self._bench.settle(self)
         return self._ran
 
     def outputs(self) -> dict[str, npt.NDArray[Any]]:
-        """Copies of the results, once they are there."""
+        """Returns copies of the results, once they are there."""
         arena, found = self._link.outputs, {}
         for name, offset in self._demand.outputs.offsets.items():
             meta = self._planned.plan.outputs[name]

@@ -1,4 +1,4 @@
-"""Runs steps one after the other, whatever becomes of each."""
+"""Runs steps one after the other, however each of them ends."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 _NO_TIME = "the time for all steps together was over"
 _TRACE_LINES = 6
-"""Last lines of a trace that go into the report."""
+"""Last lines of a traceback that go into the report."""
 
 
 class StepListener(Listener, Protocol):
-    """Who is shown the steps."""
+    """Receives the beginning, progress and end of steps."""
 
     def started(self, step: Step) -> None:
         """A step begins."""
@@ -46,16 +46,16 @@ def run_steps(
 ) -> Iterator[StepReport]:
     """Runs steps; yields the report of each as soon as it has ended.
 
-    A step begins with a worker that answers, of the rig's own settings. Once the device does not open any
-    more the rest that needs it is skipped, and all of the rest once somebody interrupts.
+    A step that needs the device begins with a responsive worker that has the rig's own settings. Once the
+    device no longer opens, the remaining steps that need it are skipped; after an interrupt, all are.
 
     Args:
         rig: The device.
-        steps: What to run.
-        listener: Who is shown.
-        limits: How long each may take; for ever by default.
-        keeper: Who keeps the data of failures.
-        gone: Why the device cannot be used from the start; empty when it can.
+        steps: Steps to run.
+        listener: Receives the progress.
+        limits: Limits the time of each step; no limit by default.
+        keeper: Keeps the data of failures.
+        gone: Why the device cannot be used from the start; empty if it can.
     """
     interrupted = ""
     for step in steps:
@@ -87,7 +87,7 @@ def run_steps(
 
 
 def _extra_s(rig: Rig, step: Step) -> float:
-    """What a step may take beyond the limit, as it was asked to."""
+    """Returns the seconds that a step was asked to take beyond the limit."""
     return rig.settings.soak_s if step.lasts else 0.0
 
 
@@ -113,7 +113,7 @@ def _run(rig: Rig, step: Step, log: StepLog) -> tuple[StepOutcome, str]:
     except StepSkipped as reason:
         return _skipped(str(reason))
     except DeviceGone as error:
-        # Perhaps only this step's way of opening it failed.
+        # Perhaps only this step's way of opening the device failed.
         log.note(f"opened once more after: {error}")
         rig.restart()
         return "failed", str(error)

@@ -1,7 +1,7 @@
-"""Calls of the sizes that models really make, and data for them.
+"""Calls of the sizes that real models make.
 
 The simulation's kernels are plain loops in double precision, so there each size is replaced by the smaller
-one that the record has for it; `factor` tells how much smaller. Reports name it.
+one that the record has for it; `factor` says how much smaller. Reports state it.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 
 def build(record: OpRecord, workload: Workload, simulated: bool, **more: Any) -> CallMeta:
-    """The call of a workload that an acceptance makes."""
+    """Builds the call that an acceptance makes for a workload."""
     sizes = workload.simulated if simulated else workload.sizes
     return record.build(**(sizes or workload.sizes), **more)
 
 
 def factor(record: OpRecord, workload: Workload) -> float:
-    """How many times smaller the operands are on the simulation."""
+    """Returns how many times smaller the operands are on the simulation."""
     return _bytes(build(record, workload, False)) / _bytes(build(record, workload, True))
 
 
@@ -36,14 +36,14 @@ def _bytes(call: CallMeta) -> int:
 
 
 def float_dtypes(record: OpRecord, product: Product) -> tuple[DType, ...]:
-    """The types of an operator's first operand, those a result can be compared in."""
+    """Returns the types of an operator's first operand in which results can be compared."""
     return tuple(dtype for dtype in record.inputs[0].dtypes[product] if dtype in T)
 
 
 def realistic_calls(
     record: OpRecord, product: Product, simulated: bool
 ) -> Iterator[tuple[Workload, DType, CallMeta]]:
-    """Every size that an acceptance makes, in every type."""
+    """Yields a call of every realistic size in every type."""
     for workload in record.workloads.accepted:
         for dtype in float_dtypes(record, product):
             yield workload, dtype, build(record, workload, simulated, dtype=dtype, product=product)

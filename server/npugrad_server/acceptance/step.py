@@ -1,4 +1,4 @@
-"""What a step is, and what it writes its findings to."""
+"""The definition of a step, and the log to which it writes its findings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class StepSkipped(Exception):
-    """A step cannot be done here, and that is nobody's fault; the message says why."""
+    """A step cannot run here, which is not a failure; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,9 @@ class Step:
         key: Short name for files and options.
         title: A few words.
         about: One sentence: what it shows.
-        run: Does it, and writes what it finds. What it raises fails the step, and the next one goes on.
-        needs_device: Whether it makes no sense while the device does not open.
-        lasts: Whether it takes as long as the rig's `soak_s` asks, beyond what a step may take.
+        run: Runs the step and logs its findings. An exception fails the step; the next one still runs.
+        needs_device: Whether it is pointless if the device does not open.
+        lasts: Whether the rig's `soak_s` is added to the time it may take.
     """
 
     number: int
@@ -45,20 +45,20 @@ class Step:
 
 
 class Listener(Protocol):
-    """Who is shown what a step does, while it does it."""
+    """Receives the progress of a running step."""
 
     def progress(self, done: int, total: int, what: str) -> None:
-        """So much of the step is done; `what` comes next."""
+        """`done` of `total` parts of the step are done; `what` comes next."""
 
     def checked(self, check: StepCheck) -> None:
         """A check was made."""
 
 
 class Keeper(Protocol):
-    """Who keeps the data of what failed."""
+    """Keeps the data of failures."""
 
     def keep(self, name: str, arrays: Mapping[str, npt.NDArray[Any] | None]) -> None:
-        """Keeps arrays by name, or does not when there is no room left."""
+        """Keeps arrays by name, if there is room left."""
 
 
 class StepLog:
@@ -67,15 +67,15 @@ class StepLog:
     Attributes:
         checks: In the order they were made.
         tables: In the order they were made.
-        notes: Sentences.
+        notes: Remarks, one sentence each.
     """
 
     def __init__(self, listener: Listener | None = None, keeper: Keeper | None = None) -> None:
-        """Is empty.
+        """Creates an empty log.
 
         Args:
-            listener: Who is shown; nobody by default.
-            keeper: Who keeps data of failures; nobody by default.
+            listener: Receives progress and checks; none by default.
+            keeper: Keeps the data of failures; none by default.
         """
         self.checks: list[StepCheck] = []
         self.tables: list[Table] = []
@@ -88,7 +88,7 @@ class StepLog:
         return all(check.ok for check in self.checks)
 
     def check(self, name: str, ok: bool, expected: object, found: object, note: str = "") -> bool:
-        """Writes down a check, and returns whether it is ok."""
+        """Records a check, and returns whether it is ok."""
         check = StepCheck(name, bool(ok), str(expected), str(found), note)
         self.checks.append(check)
         if self._listener is not None:
@@ -96,10 +96,10 @@ class StepLog:
         return check.ok
 
     def table(self, title: str, columns: Sequence[str], rows: Iterable[Sequence[Cell]]) -> None:
-        """Writes down a table.
+        """Records a table.
 
         Raises:
-            ValueError: A row has not as many cells as there are columns.
+            ValueError: The number of cells in a row differs from the number of columns.
         """
         made = tuple(tuple(row) for row in rows)
         wrong = next((row for row in made if len(row) != len(columns)), None)
@@ -108,20 +108,20 @@ class StepLog:
         self.tables.append(Table(title, tuple(columns), made))
 
     def note(self, text: str) -> None:
-        """Writes down a sentence."""
+        """Records a remark."""
         self.notes.append(text)
 
     def keep(self, name: str, arrays: Mapping[str, npt.NDArray[Any] | None]) -> None:
-        """Keeps the data of something that failed, where anybody wants it."""
+        """Passes the data of a failure to the keeper, if there is one."""
         if self._keeper is not None and arrays:
             self._keeper.keep(name, arrays)
 
     def keep_call(self, name: str, job: Job, ran: Ran) -> None:
-        """Keeps operands and results of a call that came out wrong."""
+        """Keeps the operands and results of a call that went wrong."""
         operands = {f"operand.{key}": array for key, array in job.arrays.items()}
         self.keep(name, {**operands, **{f"result.{key}": array for key, array in ran.outputs.items()}})
 
     def progress(self, done: int, total: int, what: str) -> None:
-        """Shows how far the step is; nothing of it is kept."""
+        """Shows the progress of the step, without recording it."""
         if self._listener is not None:
             self._listener.progress(done, total, what)

@@ -1,4 +1,4 @@
-"""The style sheet of the report's page: light, dark and on paper."""
+"""The style sheet of the HTML report: light, dark and print."""
 
 from __future__ import annotations
 
@@ -93,4 +93,4 @@ svg polyline.s3 { stroke: var(--s3); } svg rect.s3 { fill: var(--s3); }
   details > summary { list-style: none; }
 }
 """
-"""Everything the page looks like; no address of anything outside it."""
+"""The whole style of the page; it refers to nothing outside the page."""

@@ -1,4 +1,4 @@
-"""The device under the service's own pool: what ends is started again, as in the server."""
+"""The device under the service's own pool: workers that end are restarted, as in the server."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class SupervisedDevice:
     """A pool of one device, driven from a plain thread; made by `Rig.pool`.
 
     Attributes:
-        pool: The pool; to be touched on its loop only, with `on_loop`.
-        start_limit_s: Seconds that the start of a worker may take in all.
+        pool: The pool; to be used only on its loop, with `on_loop`.
+        start_limit_s: Seconds that the start of a worker may take in total.
     """
 
     def __init__(self, loop: LoopThread, settings: PoolSettings) -> None:
@@ -51,11 +51,11 @@ class SupervisedDevice:
             raise DeviceGone(str(error)) from None
 
     def submit(self, job: Job) -> Future[tuple[Outputs, ExecutionInfo]]:
-        """Sends a job and returns at once; the future has its outputs, or what `DevicePool.run` raises."""
+        """Sends a job and returns at once; the future gets its outputs, or what `DevicePool.run` raises."""
         return self._loop.submit(self._run(job))
 
     def run(self, job: Job) -> tuple[Outputs, ExecutionInfo]:
-        """Runs a job; errors as for `DevicePool.admit` and `DevicePool.run`."""
+        """Runs a job; raises what `DevicePool.admit` and `DevicePool.run` raise."""
         return self.submit(job).result()
 
     async def _run(self, job: Job) -> tuple[Outputs, ExecutionInfo]:
@@ -69,11 +69,11 @@ class SupervisedDevice:
             return {n: view(meta, outcome.contents[n]).copy() for n, meta in metas.items()}, outcome.info
 
     def status(self) -> DeviceStatus:
-        """How the device stands now."""
+        """Returns the device's current status."""
         return self._loop.call(lambda: self.pool.devices()[0])
 
     def wait(self, condition: Callable[[DeviceStatus], bool], timeout_s: float) -> DeviceStatus:
-        """Waits until the device stands as wanted, and returns how it stands then, or after the time."""
+        """Waits until the device's status is as wanted or the time is up; returns the status then."""
         return self._loop.run(self._until(condition, timeout_s))
 
     async def _until(self, condition: Callable[[DeviceStatus], bool], timeout_s: float) -> DeviceStatus:
@@ -91,7 +91,7 @@ class SupervisedDevice:
         return self.pool.devices()[0]
 
     def on_loop(self, function: Callable[[], Any]) -> Any:
-        """Calls a function on the pool's loop, and returns what it returns."""
+        """Calls a function on the pool's loop, and returns its result."""
         return self._loop.call(function)
 
     def close(self) -> None:

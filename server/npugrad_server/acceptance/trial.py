@@ -38,23 +38,23 @@ _WORDS = "words.txt"
 
 
 class TrialFailed(Exception):
-    """A trial ended without its answer; the message has how, and its last words."""
+    """A trial ended without its answer; the message says how, with its last output."""
 
 
 class Trial:
     """One trial and its folder; made by `Rig.trial`."""
 
     def __init__(self, name: str, folder: Path) -> None:
-        """Has run nothing yet.
+        """Runs nothing yet.
 
         Args:
             name: Module of the trials.
-            folder: For order and answer.
+            folder: Folder for order and answer.
         """
         self._name, self._folder = name, folder
 
     def run(self, order: Any, operands: Contents | None = None, timeout_s: float = TIMEOUT_S) -> Any:
-        """Gives an order and returns the answer; may be used again.
+        """Runs the trial on an order and returns its answer; may be called again.
 
         Args:
             order: As the module describes it.
@@ -85,17 +85,17 @@ class Trial:
         return json.loads((self._folder / ANSWER).read_text())
 
     def _run(self, command: list[str], timeout_s: float) -> int | None:
-        """Runs the process, and ends with it what vendor libraries forked there, which would keep the device.
+        """Runs the process, then ends what vendor libraries forked there, which would keep the device open.
 
         Returns:
-            Its exit status; None when it took longer.
+            Its exit status; None if it took longer.
         """
         mark = uuid.uuid4().hex
-        with (self._folder / _WORDS).open("wb") as words:  # what is forked would keep a pipe open
+        with (self._folder / _WORDS).open("wb") as words:  # forked processes would keep a pipe open
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
-                stdout=2,  # what a library prints is for the log
+                stdout=2,  # libraries print to the log
                 stderr=words,
                 env={"OMP_NUM_THREADS": "1"} | dict(os.environ) | {MARK: mark},
             )
@@ -110,7 +110,7 @@ class Trial:
 
     @property
     def lines(self) -> list[Any]:
-        """What it wrote down as it went, also when it failed."""
+        """The lines that it wrote while it ran, even if it failed."""
         path = self._folder / LINES
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
@@ -122,6 +122,6 @@ class Trial:
 
 @contextmanager
 def open_trial(name: str) -> Iterator[Trial]:
-    """A trial with a folder for a block."""
+    """Yields a trial with a temporary folder."""
     with TemporaryDirectory(prefix="npugrad-trial-") as folder:
         yield Trial(name, Path(folder))

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Moment:
-    """A device came into a state.
+    """A device entered a state.
 
     Attributes:
         at_s: `time.monotonic()`.
-        status: How the device stood then.
+        status: Status of the device then.
     """
 
     at_s: float
@@ -29,14 +29,14 @@ class Moment:
 
 
 class Watch:
-    """Writes down every state of a device from now on.
+    """Records every state of a device from now on.
 
     Attributes:
-        before: How the device stood at the start.
+        before: Status of the device at the start.
     """
 
     def __init__(self, device: SupervisedDevice) -> None:
-        """Begins."""
+        """Starts recording."""
         self.before = device.status()
         self._device, self._moments = device, list[Moment]()
         device.on_loop(lambda: device.pool.on_change.append(self._note))
@@ -45,7 +45,7 @@ class Watch:
         self._moments.append(Moment(time.monotonic(), self._device.pool.devices()[0]))
 
     def wait_back(self) -> Moment | None:
-        """Waits until the device is ready in a new process; None when it does not come back."""
+        """Waits until the device is ready in a new process; returns None if it does not come back."""
         self._device.wait(self._is_settled, self._device.start_limit_s)
         found = [moment for moment in self._moments if self._is_settled(moment.status)]
         return found[0] if found and found[0].status.state is DeviceState.READY else None
@@ -57,21 +57,21 @@ class Watch:
 
     @property
     def left(self) -> Moment | None:
-        """When it was not ready for the first time."""
+        """When it first was not ready; None if it always was."""
         return next((m for m in self._moments if m.status.state is not DeviceState.READY), None)
 
     @property
     def path(self) -> str:
-        """The states one after the other."""
+        """The states in order, as text."""
         states = [str(self.before.state), *(str(moment.status.state) for moment in self._moments)]
         return " -> ".join(state for state, _ in groupby(states))
 
     def check_back(self, out: StepLog, name: str) -> None:
-        """Checks that the device, which lost its worker, comes back in a new process, and how fast.
+        """Checks that the device, having lost its worker, comes back in a new process; records how fast.
 
         Args:
-            out: Gets checks and table.
-            name: What the worker was lost by.
+            out: Receives the checks and the table.
+            name: How the worker was lost.
         """
         back, left = self.wait_back(), self.left
         out.check(

@@ -1,4 +1,4 @@
-"""The steps in order, one module each; a module has one `STEP`."""
+"""The steps in order; each module defines one `STEP`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ STEPS: tuple[Step, ...] = (
     speed.STEP,
     crash.STEP,
 )
-"""All steps by number."""
+"""All steps, by number."""
 
 
 _QUICK = ("ladder", "environment", "round_trip", "operators", "soak")
@@ -42,12 +42,12 @@ _QUICK_SOAK_S = 15.0
 
 
 class StepSelection(NamedTuple):
-    """What an acceptance does.
+    """The steps of an acceptance.
 
     Attributes:
-        steps: By number.
+        steps: The steps, by number.
         soak_s: Seconds of the soak.
-        left_out: What a whole acceptance would have done beside, in sentences.
+        left_out: What a full acceptance would also have done, in sentences.
     """
 
     steps: tuple[Step, ...]
@@ -56,10 +56,10 @@ class StepSelection(NamedTuple):
 
 
 def select_steps(text: str, *, quick: bool, soak_s: float) -> StepSelection:
-    """What to do; a quick acceptance has the short steps, or those asked for, with less in each.
+    """Selects the steps; a quick acceptance has the short ones, or those in `text`, with less in each.
 
     Raises:
-        ValueError: There is no such step; the message lists all.
+        ValueError: A step does not exist; the message lists all.
     """
     chosen = choose(text)
     if not quick:
@@ -74,10 +74,10 @@ def select_steps(text: str, *, quick: bool, soak_s: float) -> StepSelection:
 
 
 def choose(text: str, steps: tuple[Step, ...] = STEPS) -> tuple[Step, ...]:
-    """The steps of a list of numbers and keys such as ``"1,3,soak"``; all of them when it is empty.
+    """Returns the steps in a list of numbers and keys such as ``"1,3,soak"``; all of them if it is empty.
 
     Raises:
-        ValueError: There is no such step; the message lists all.
+        ValueError: A step does not exist; the message lists all.
     """
     wanted = [part.strip() for part in text.split(",") if part.strip()]
     known = {str(step.number): step for step in steps} | {step.key: step for step in steps}

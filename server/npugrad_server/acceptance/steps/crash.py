@@ -1,11 +1,11 @@
-"""Step 10: the worker is killed in mid call; the pool runs the call again, or says what happened."""
+"""Step 10: the worker is killed during a call; the pool runs the call again or reports what happened."""
 
 from __future__ import annotations
 
 import os
 import signal
 import time
-from concurrent.futures import TimeoutError as FutureTimeout  # before 3.11 not the builtin one
+from concurrent.futures import TimeoutError as FutureTimeout  # not the builtin before Python 3.11
 from typing import TYPE_CHECKING
 
 from npugrad.errors import NpugradError
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
 _TARGET_S, _LEAST_S = 1.0, 0.02
 _SHARE = 5
-"""The worker is killed when this part of the long call's time is over: one second in so many."""
+"""The worker is killed after the long call's time divided by this."""
 _ANSWER_S = 60.0
-"""Seconds that every call has for its answer beyond what replacing a worker may take."""
+"""Seconds to wait for each answer, beyond what replacing a worker may take."""
 
 
 def run(rig: Rig, out: StepLog) -> None:
-    """Kills the worker twice: where calls may be run again, and where they may not."""
+    """Kills the worker twice: once when calls may be run again, and once when they may not."""
     long = find_long_call(rig, out, _TARGET_S, _LEAST_S)
     small = [known(record.name, make_job(record, next(rig.samples(record)).call)) for record in rig.operators]
     with rig.pool() as device:
@@ -98,7 +98,7 @@ def _kill_in_the_middle(device: SupervisedDevice, out: StepLog, long: LongCall, 
 
 
 def _outcome(future: Running, job: KnownJob, limit_s: float) -> tuple[str, ExecutionInfo | None]:
-    """What is wrong with a call's outcome, empty for nothing; and what produced it."""
+    """Returns what is wrong with a call's outcome, empty if nothing, and how the call was executed."""
     try:
         outputs, info = future.result(limit_s + _ANSWER_S)
     except NpugradError as error:

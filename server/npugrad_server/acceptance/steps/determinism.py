@@ -1,4 +1,4 @@
-"""Step 5: the deterministic option does what it promises, and switching it leaves nothing behind."""
+"""Step 5: the deterministic option does what it promises, and switching it has no lasting effect."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ REPEATS = 10
 
 @dataclass(frozen=True)
 class _Round:
-    """How the calls are gone through once, in a process that ran none before.
+    """One pass through all calls, in a process that has run none before.
 
     Attributes:
-        repeats: How often each call is run in a mode.
-        order: Whether with the option, in this order: CANN may go on with what it met first.
+        repeats: How often each call is run in each mode.
+        order: Whether the option is on, in this order: CANN may keep the mode that it met first.
         values: Whether results are compared with the reference.
     """
 
@@ -47,13 +47,13 @@ _SECOND = _Round(3, (True, False), values=False)
 
 @dataclass(frozen=True)
 class _Repeated:
-    """Results of one call, run again and again.
+    """Results of one call, run repeatedly.
 
     Attributes:
-        failure: What a run that gave no result said; empty when all gave one.
-        distinct: How many different results there were, bit by bit.
+        failure: Message of the first run without a result; empty if all gave one.
+        distinct: Number of results that differ bitwise.
         bits: Digest of the first result.
-        wrong: What the reference says against it; empty when it is right, or was not asked.
+        wrong: How the first result differs from the reference; empty if it is right or was not compared.
     """
 
     failure: str
@@ -63,11 +63,11 @@ class _Repeated:
 
 
 _Found = Mapping[tuple[str, bool], _Repeated]
-"""By name of the call, and whether it was run with the option."""
+"""By name of the call and whether it ran with the option."""
 
 
 def run(rig: Rig, out: StepLog) -> None:
-    """Each operator and type: off, then on in a process; on, then off in another; and in turns."""
+    """Runs each operator and type: off, then on, in one process; on, then off, in another; and in turns."""
     rig.restart()
     jobs = dict(_jobs(rig))
     able = {name for name, job in jobs.items() if not rig.why_not_deterministic(job.record, job.call)}
@@ -127,7 +127,7 @@ def _check_fixed(out: StepLog, name: str, found: _Found, again: _Found) -> None:
 
 
 def _check_turns(rig: Rig, out: StepLog, job: Job, of: tuple[str, _Found]) -> None:
-    """With the option, each after one without; where no worker does both there is nothing to ask."""
+    """Checks runs with the option, each after one without; skipped where no worker does both."""
     if rig.ready.no_determinism:
         return
     name, found = of
@@ -151,7 +151,7 @@ def _check_values(out: StepLog, name: str, found: _Found) -> None:
 
 
 def _check_refused(rig: Rig, out: StepLog, jobs: Mapping[str, Job], able: Set[str]) -> None:
-    """A worker refuses what it cannot honour, for want of such kernels or as it keeps the other mode."""
+    """Checks that workers refuse the option for lack of kernels, or because they keep the other mode."""
     for name, job in jobs.items():
         if name not in able or rig.ready.no_determinism:
             answer = rig.run_job(replace(job, options=CallOptions(deterministic=True))).answer
@@ -170,7 +170,7 @@ def _row(name: str, found: _Found) -> tuple[Cell, ...]:
 
 
 def _jobs(rig: Rig) -> Iterator[tuple[str, Job]]:
-    """Large calls, because small ones may have nothing to sum in another order."""
+    """Yields large calls, because small ones may have nothing to sum in another order."""
     settings = rig.settings
     for record in rig.operators:
         for workload in record.workloads.accepted[:1]:

@@ -1,4 +1,4 @@
-"""Step 1: what the node is, and whether everything the service calls is there."""
+"""Step 1: describes the node, and checks that everything the service calls is there."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ALLOWED = re.compile(r"lib(opapi(_\w+)?|aclnn_\w+)\.so(\.\d+)*")
 
 
 def run(rig: Rig, out: StepLog) -> None:
-    """Looks without the device first, because a device that does not open hides what is missing."""
+    """Looks without the device first, because a device that does not open would hide what is missing."""
     out.progress(0, 2, "looking for CANN, torch_npu and their functions")
     with rig.trial("surroundings") as trial:
         found = trial.run({})
@@ -63,12 +63,12 @@ def _distribution() -> str:
 
 def _chip(rig: Rig, out: StepLog, found: Any) -> None:
     soc, product = found.get("soc", ""), rig.settings.product
-    if soc:  # before a device is set CANN need not know it
+    if soc:  # CANN may not know it before a device is set
         out.check("the chip is one of the product", product_from_soc(soc) is product, product, soc)
 
 
 def _functions(out: StepLog, found: Any) -> set[str]:
-    """Every function has its place; returns the operators that this CANN need not have."""
+    """Checks that every function is found; returns the operators that this CANN need not have."""
     functions = found.get("functions", ())
     rows = [(f["name"], f["operator"] or "runtime", f["library"] or f["missing"]) for f in functions]
     out.table("Functions and the library each comes from", ("function", "for", "library"), rows)
@@ -87,7 +87,7 @@ def _functions(out: StepLog, found: Any) -> set[str]:
 
 
 def _excuse(function: Any, cann: str) -> str:
-    """Why a function may be missing; empty when it may not."""
+    """Returns why a function may be missing; empty if it may not."""
     if function["optional"]:
         return "the service does without"
     oldest = get_operator(function["operator"]).min_cann if function["operator"] else ""

@@ -1,4 +1,4 @@
-"""Step 0: the device without torch, so that a failure of torch_npu does not hide everything."""
+"""Step 0: uses the device without torch, so that a failure of torch_npu does not hide everything."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 _OPERATOR = "run "
 _MARGIN_S = 30.0
-"""Seconds beyond the limits of all rungs in which the process that climbs has to end."""
+"""Seconds beyond the limits of all rungs in which the climbing process must end."""
 _MOST_RUNGS = 20
 
 
 def run(rig: Rig, out: StepLog) -> None:
-    """Climbs in a process of its own, and reports how far it came, whatever became of the process."""
+    """Climbs in a separate process, and reports how far it came, however that process ended."""
     limit_s = rig.settings.rung_limit_s
     out.progress(0, 1, "the device without torch")
     with rig.trial("ladder") as trial:
@@ -29,8 +29,8 @@ def run(rig: Rig, out: StepLog) -> None:
             trial.run(order, timeout_s=_MOST_RUNGS * limit_s + _MARGIN_S)
         except TrialFailed as failure:
             ended = str(failure)
-        finally:  # also when somebody interrupts
-            lines = {line["rung"]: line for line in trial.lines}  # the later line of a rung counts
+        finally:  # also after an interrupt
+            lines = {line["rung"]: line for line in trial.lines}  # the last line of a rung counts
             out.keep("ladder", trial.results)
             _tell(out, lines, ended, limit_s)
 

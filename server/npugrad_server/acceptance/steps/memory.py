@@ -1,4 +1,4 @@
-"""Step 6: the device really runs out of memory, and goes on as if nothing had been."""
+"""Step 6: the device really runs out of memory, and then works on as if nothing had happened."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ if TYPE_CHECKING:
 
 _MIB = 2**20
 _FIRST_SHARE = 16
-"""The first call needs this part of the free memory: one in so many bytes."""
+"""The first call needs the free memory divided by this."""
 _TIMES = 2
-"""A call that needs so many times the device's memory has to be refused."""
+"""A call that needs this many times the device's memory must be refused."""
 _REPEATS = 4
-"""How often the device has to refuse, so that what each refusal leaked would add up."""
+"""How often the device must refuse, so that leaks of each refusal would add up."""
 _MARGIN_BYTES = 16 * _MIB
-"""Memory that may be missing afterwards: kernels loaded meanwhile, and other processes of the device."""
+"""Memory that may be missing afterwards, for kernels loaded meanwhile and other processes on the device."""
 _LIMIT_S = 120.0
 
 
 def run(rig: Rig, out: StepLog) -> None:
-    """Grows a call until the device has no memory for it, then looks what that left behind."""
+    """Grows a call until the device has no memory for it, then checks what that left behind."""
     needs_operator(rig)
     pid, first = rig.pid, rig.memory(give_back=True)
     if first.free_bytes is None or first.total_bytes is None:
@@ -69,7 +69,7 @@ def run(rig: Rig, out: StepLog) -> None:
 
 
 def _grow(rig: Rig, out: StepLog, start_bytes: int, total_bytes: int) -> int | None:
-    """Grows a call until the device refuses it; the bytes it needed then."""
+    """Grows a call until the device refuses it; returns the bytes it needed, None if it was not refused."""
     rows: list[tuple[Cell, ...]] = []
     answer: RunAnswer | None = None
     nbytes = 0
@@ -93,7 +93,7 @@ def _grow(rig: Rig, out: StepLog, start_bytes: int, total_bytes: int) -> int | N
 
 
 def needs(start_bytes: int, total_bytes: int) -> Iterator[int]:
-    """What calls need, from one that has room to one that never has, doubling as long as kernels are sure."""
+    """Yields the bytes that calls need: doubling up to `MOST_BYTES`, then more than the device has."""
     nbytes = start_bytes
     while nbytes < _TIMES * total_bytes:
         yield nbytes

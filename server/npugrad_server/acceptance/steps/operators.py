@@ -1,4 +1,4 @@
-"""Step 3: every operator computes what its reference computes, however the call is put."""
+"""Step 3: every operator computes what its reference computes, however the call is made."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 
 _AT_ONCE = 16
-"""Small calls whose data are held at once."""
+"""Number of small calls whose data are in memory at once."""
 
 
 def run(rig: Rig, out: StepLog) -> None:
-    """Numbers first, then layouts, probes, and other ways of making the same call."""
+    """Checks results first, then layouts, probes, and other ways of making the same call."""
     accuracy = Accuracy()
     for record in rig.operators:
         _small(rig, out, record, accuracy)
@@ -73,7 +73,7 @@ def _realistic(rig: Rig, out: StepLog, record: OpRecord, accuracy: Accuracy) -> 
 
 
 def _strided(rig: Rig, out: StepLog, record: OpRecord) -> None:
-    """Operands with their axes the other way round in memory, one by one and all at once."""
+    """Checks operands with their axes reversed in memory, one by one and all at once."""
     product = rig.settings.product
     out.progress(0, 1, f"{record.name}: strided operands")
     call = record.build(dtype=float_dtypes(record, product)[0], product=product)
@@ -107,7 +107,7 @@ def _chosen(record: OpRecord, inputs: Mapping[str, TensorMeta | None]) -> Iterat
 
 
 def _turned(job: Job, names: tuple[str, ...]) -> Job:
-    """The same call and values, some operands in column-major order."""
+    """Returns the same call and values, with some operands in column-major order."""
     turned = {name: _column_major(job.call.tensor(name)) for name in names}
     return replace(job, call=job.call.with_inputs(**turned))
 

@@ -1,7 +1,7 @@
-"""Step 4: the device refuses what the documents forbid, with the codes that the records know.
+"""Step 4: the device refuses what the documents forbid, with the codes that the records expect.
 
-Only first phases run here. What the vendor accepts although the documents forbid it might read outside of
-memory, so it is never launched.
+Only first phases run here. Calls that the vendor accepts although the documents forbid them are never
+launched, since they might read out of bounds.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ if TYPE_CHECKING:
     from npugrad_server.backends.npu.trials.exchange import RawCall
 
 _MOST_DEATHS = 10
-"""Processes that first phases may take down before the step gives up."""
+"""Processes that first phases may crash before the step gives up."""
 _MOST_WORDS = 160
 _MOST_SHOWN = 5
 
 
 @dataclass
 class _Question:
-    """One constraint of one operator, every call that breaks it, and what was answered to each.
+    """One constraint of one operator, every call that breaks it, and the answer to each.
 
     Attributes:
         record: The operator.
         constraint: The constraint.
         calls: One for each sample that can break it.
-        by_worker: The worker's code, or words where it gave none, for each call that it can express.
-        answers: What the first phase returned, for each call.
+        by_worker: For each call, the worker's code, else its message; None if it cannot make the call.
+        answers: For each call, what the first phase returned.
     """
 
     record: OpRecord
@@ -51,12 +51,12 @@ class _Question:
 
     @property
     def expected(self) -> list[int]:
-        """What the record says of the vendor, for each call."""
+        """The vendor's code according to the record, for each call."""
         return [self.constraint.vendor_status(call.call) for call in self.calls]
 
 
 def run(rig: Rig, out: StepLog) -> None:
-    """Asks a worker first, then the first phases themselves: one process at a time holds the device."""
+    """Asks a worker first, then the first phases directly: only one process at a time opens the device."""
     product = rig.settings.product
     questions = [
         _Question(record, constraint, tuple(illegal_calls(record, product, constraint)))
@@ -77,7 +77,7 @@ def run(rig: Rig, out: StepLog) -> None:
         0, 1, f"first phases: {len(legal)} legal calls, {len(illegal)} that break one constraint each"
     )
     answers = iter(_codes(rig, legal + illegal))
-    # Legal ones first: codes of others mean something only where these are accepted.
+    # Legal calls first: codes of illegal ones mean something only if these are accepted.
     for record, sample in samples:
         answer = next(answers)
         out.check(f"{record.name}: legal: {sample.name}", answer["status"] == 0, "accepts", _said(answer))
@@ -98,7 +98,7 @@ def _worker_code(rig: Rig, record: OpRecord, call: CallMeta) -> int | str:
 
 
 def _codes(rig: Rig, cases: Sequence[RawCall]) -> list[dict[str, Any]]:
-    """What the first phase returns for each case; a case that takes the process down has no code."""
+    """Returns the first phase's answer to each case; a case that crashes the process has no code."""
     answers: list[dict[str, Any]] = []
     deaths = 0
     with rig.trial("phases") as trial:
@@ -156,7 +156,7 @@ def _compare(out: StepLog, questions: Iterable[_Question]) -> None:
 
 
 def _compare_worker(out: StepLog, name: str, questions: Iterable[_Question]) -> None:
-    """A worker, below the validator, reports the very code that the first phase returned."""
+    """Checks that a worker, below the validator, reports exactly the code that the first phase returned."""
     asked, wrong = 0, list[str]()
     for question in questions:
         for call, code, answer in zip(question.calls, question.by_worker, question.answers, strict=True):
@@ -177,7 +177,7 @@ def _compare_worker(out: StepLog, name: str, questions: Iterable[_Question]) -> 
 
 
 def _names(codes: Iterable[int | None]) -> str:
-    """Each code once."""
+    """Lists each code once."""
     return ", ".join(map(_code_name, sorted(set(codes), key=lambda code: (code is None, code))))
 
 

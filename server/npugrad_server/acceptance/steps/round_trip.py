@@ -1,4 +1,4 @@
-"""Step 2: bytes survive the way to the device and back, through the pinned memory that calls use."""
+"""Step 2: bytes survive the round trip to the device, through the pinned memory that calls use."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ if TYPE_CHECKING:
 
 _PAGE = 4096
 _PIECE_BYTES = 16 * 2**20
-"""What a copy is cut into."""
+"""Size of the pieces into which a copy is split."""
 _STAGING_BYTES, _SIMULATED_STAGING_BYTES = 256 * 2**20, 24 * 2**20
-"""Most pinned memory of one stream and direction, which more has to pass in turns; less when simulated."""
+"""Maximum pinned memory per stream and direction; larger copies pass in turns. Less when simulated."""
 _EDGES = (-1, 0, 1)
 _SMALL = (0, 1, 2, 3, 31, 32, 33, 63, 64, 65, 511, 513, 1000003)
 
 
 def sizes(staging_bytes: int) -> list[int]:
-    """Sizes in bytes: each limit on the way, one less and one more.
+    """Returns sizes in bytes: some small ones, and each limit of a copy, one less and one more.
 
     Args:
-        staging_bytes: The largest of them.
+        staging_bytes: The largest limit.
     """
     limits = [_PAGE, 16 * _PAGE, 2**20, _PIECE_BYTES, staging_bytes]
     found = [*_SMALL, *(limit + edge for limit in limits for edge in _EDGES), 2 * staging_bytes + _PAGE + 1]
-    # A short one last: what the long ones left in reused memory would be seen.
+    # A short copy last reveals what the long ones left in reused memory.
     return [*found, 12345]
 
 
 def run(rig: Rig, out: StepLog) -> None:
-    """Copies, compares, and tells how fast it went."""
+    """Copies, compares, and reports the rates."""
     staging = _SIMULATED_STAGING_BYTES if rig.settings.simulated else _STAGING_BYTES
     order = {
         "device": rig.settings.index,

@@ -31,35 +31,35 @@ if TYPE_CHECKING:
 
 _MIB = 2**20
 _WARM_UP = 0.4
-"""Share of the time in which allocators may still settle."""
+"""Share of the time, at its start, in which allocators may still settle."""
 _LEAST = 0.25
-"""Share of the time, at its end, in which memory has to be flat at last."""
+"""Share of the time, at its end, in which memory must be flat at the latest."""
 _CACHED_CALLS = 10_000
-"""Executors that aclnn keeps for each thread, 2 to 20 KB each, before it drops any (ACLNN_CACHE_LIMIT)."""
+"""Executors that aclnn caches for each thread, 2 to 20 KB each, before it drops any (ACLNN_CACHE_LIMIT)."""
 _SAMPLES, _LEAST_SAMPLES = 150, 3
 _LONGER = 10
-"""How many times as long as asked it takes at most where there are too few samples."""
+"""With too few samples, the soak takes up to this many times as long as requested."""
 _LEAST_PERIOD_S = 0.1
 _GROWTH_BYTES, _GROWTH_SHARE = 48 * _MIB, 0.1
-"""What memory may grow in the time after the warm-up: so much, or that part of it if that is more; in a
-shorter stretch at the end so much less. Allocators keep what calls used, and a new mixture of calls makes
-them take some more."""
+"""How much memory may grow after the warm-up: so many bytes, or this share of it if that is more; in
+proportion less over a shorter stretch at the end. Allocators keep what calls used, and a new mixture of calls
+makes them take some more."""
 _LOST_BYTES = 16 * _MIB
-"""Device memory that may be missing after all was given back: other processes use the device, too."""
+"""Device memory that may be missing after everything was released: other processes use the device, too."""
 _SEED = 20260101
 _MOST_WRONG = 5
-"""So many wrong results are shown in full."""
+"""Number of wrong results shown in full."""
 
 
 @dataclass(frozen=True)
 class SoakSample:
-    """How things stood at one moment.
+    """Figures of one moment.
 
     Attributes:
         at_s: Seconds since the start.
-        used_bytes: Device memory in use; None when the device has none of its own.
+        used_bytes: Device memory in use; None if the device has none of its own.
         own_bytes: Private host memory of the worker.
-        calls: Calls answered until then.
+        calls: Calls answered so far.
     """
 
     at_s: float
@@ -70,12 +70,12 @@ class SoakSample:
 
 @dataclass
 class SoakTally:
-    """What came of the calls.
+    """Outcomes of the calls.
 
     Attributes:
         calls: Answered calls by name.
-        wrong: Those that were not right.
-        complaints: What was wrong with the first of them.
+        wrong: Those that went wrong, by name.
+        complaints: What was wrong with the first of these.
     """
 
     calls: Counter[str] = field(default_factory=Counter)
@@ -94,10 +94,10 @@ class SoakTally:
 
 
 def run(rig: Rig, out: StepLog) -> None:
-    """Keeps all streams busy, checks every result, and looks at the memory now and then."""
+    """Keeps all streams busy, checks every result, and samples memory now and then."""
     jobs = list(_jobs(rig, out))
     pid, tally = rig.pid, SoakTally()
-    for job, ran in in_flight(rig, jobs, rig.settings.streams):  # each kernel is loaded now
+    for job, ran in in_flight(rig, jobs, rig.settings.streams):  # loads each kernel
         tally.note(out, job, ran)
     if not rig.alive:
         _check_results(out, tally, rig, pid)
@@ -119,18 +119,18 @@ def run(rig: Rig, out: StepLog) -> None:
 
 
 def _jobs(rig: Rig, out: StepLog) -> Iterator[KnownJob]:
-    """Every small sample, and larger calls in every type, with their right results."""
+    """Yields every small sample, and larger calls in every type, with their right results."""
     for done, record in enumerate(rig.operators):
         out.progress(done, len(rig.operators), f"right results for {record.name}")
         for sample in rig.samples(record):
-            if not record.accepts_unchecked(sample.call):  # of those there is nothing to compare
+            if not record.accepts_unchecked(sample.call):  # those have no results to compare
                 yield known(record.name, make_job(record, sample.call))
         for call in _larger(rig, record):
             yield known(record.name, make_job(record, call))
 
 
 def _larger(rig: Rig, record: OpRecord) -> Iterator[CallMeta]:
-    """The sizes for the simulation also on hardware: the host checks every result, and must keep up."""
+    """Returns calls in the simulation's sizes, even on hardware: the host must keep up checking results."""
     product = rig.settings.product
     if rig.settings.quick:
         return iter(())
@@ -143,9 +143,9 @@ def _larger(rig: Rig, record: OpRecord) -> Iterator[CallMeta]:
 
 
 def _soak(rig: Rig, out: StepLog, jobs: Sequence[KnownJob], tally: SoakTally) -> list[SoakSample]:
-    """Runs shuffled calls until the time is over; looks at the memory about 150 times.
+    """Runs shuffled calls until the time is up; samples memory about 150 times.
 
-    Where calls take so long that too few looks would tell nothing, it goes on for some more.
+    If calls take so long that there are too few samples, it goes on for some more.
     """
     start, soak_s = time.monotonic(), rig.settings.soak_s
     period_s = max(soak_s / _SAMPLES, _LEAST_PERIOD_S)
@@ -166,7 +166,7 @@ def _soak(rig: Rig, out: StepLog, jobs: Sequence[KnownJob], tally: SoakTally) ->
     for job, ran in in_flight(rig, endless(), 2 * rig.settings.streams):
         tally.note(out, job, ran)
         if time.monotonic() - start - samples[-1].at_s >= period_s:
-            # Of a worker that fails meanwhile the call tells under which it did.
+            # If the worker fails meanwhile, the call under which it failed says so.
             with contextlib.suppress(DeviceGone, OSError):
                 samples.append(_sample(rig, start, tally))
             out.progress(int(samples[-1].at_s), int(soak_s), f"{samples[-1].calls} calls")
@@ -174,7 +174,7 @@ def _soak(rig: Rig, out: StepLog, jobs: Sequence[KnownJob], tally: SoakTally) ->
 
 
 def _tell_enough(samples: Sequence[SoakSample]) -> bool:
-    """Whether there are enough after the warm-up for a line through them."""
+    """Whether there are enough samples after the warm-up to fit a line."""
     return sum(sample.at_s >= _WARM_UP * samples[-1].at_s for sample in samples) > _LEAST_SAMPLES
 
 
@@ -187,11 +187,11 @@ def _sample(rig: Rig, start: float, tally: SoakTally) -> SoakSample:
 
 
 def private_bytes(pid: int) -> int:
-    """Resident memory of a process that it shares with nobody; the arenas are shared, and not counted.
+    """Returns a process's private resident memory; the arenas are shared, so they do not count.
 
     Raises:
         OSError: There is no such process.
-        ValueError: The kernel does not tell.
+        ValueError: The kernel does not report it.
     """
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("RssAnon:"):
@@ -200,7 +200,7 @@ def private_bytes(pid: int) -> int:
 
 
 def _check_results(out: StepLog, tally: SoakTally, rig: Rig, pid: int) -> bool:
-    """Checks results and worker; whether the worker is still there."""
+    """Checks results and worker; returns whether the worker is still there."""
     calls, wrong = tally.calls.total(), tally.wrong.total()
     out.check(
         "every result is right",
@@ -234,12 +234,12 @@ def _check_growth(out: StepLog, samples: Sequence[SoakSample]) -> bool:
 
 
 def check_flat(out: StepLog, name: str, points: Sequence[tuple[float, int]]) -> bool:
-    """Checks that a quantity of bytes comes to a level, and no longer grows there.
+    """Checks that a quantity in bytes levels off.
 
     Args:
-        out: Gets the check.
-        name: What it is.
-        points: Seconds and bytes, by time.
+        out: Receives the check.
+        name: Name of the quantity.
+        points: Pairs of seconds and bytes, ordered by time.
     """
     times, values = [x for x, _ in points], [y for _, y in points]
     try:

@@ -1,4 +1,4 @@
-"""Step 9: how fast calls are. Figures are reported and not judged; only that the calls were right."""
+"""Step 9: how fast calls are. Figures are reported, not judged; only the results are checked."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from npugrad_server.acceptance.step import StepLog
 
 _MOST_CALLS = 200
-"""Calls of each row of a table, on each stream."""
+"""Maximum number of calls for each row of a table, on each stream."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class Effort:
     """How long each row of a table is measured.
 
     Attributes:
-        seconds: So long, unless that is less than `least_calls` or more than the most.
-        least_calls: Calls that are measured however long they take.
+        seconds: Time to measure, unless it allows fewer than `least_calls` or more than `_MOST_CALLS`.
+        least_calls: Calls to measure, however long they take.
     """
 
     seconds: float
@@ -46,14 +46,14 @@ _ON_HARDWARE, _SIMULATED = Effort(2.0, 5), Effort(0.2, 2)
 
 @dataclass
 class TimedCall:
-    """One call that is timed.
+    """One timed call.
 
     Attributes:
         job: The call with its right results.
         operator: Its operator.
-        shape: Its size and type, for a person.
-        wrong: What was wrong with results looked at; empty for nothing.
-        rates: Calls in a second by number of streams.
+        shape: Its size and type, as readable text.
+        wrong: What was wrong with the results checked; empty if nothing.
+        rates: Calls per second by number of streams.
     """
 
     job: KnownJob
@@ -63,7 +63,7 @@ class TimedCall:
     rates: dict[int, float] = field(default_factory=dict)
 
     def judge(self, ran: Ran) -> None:
-        """Looks at a result; not while the clock runs."""
+        """Checks a result; never called while the clock runs."""
         self.wrong = self.wrong or self.job.complaint(ran)
 
 
@@ -113,7 +113,7 @@ def _cases(rig: Rig, out: StepLog) -> Iterator[TimedCall]:
         seen = set()
         for size, dtype, call in realistic_calls(record, settings.product, settings.simulated):
             if settings.simulated and size.name in seen:
-                continue  # no speed of the simulation is worth a second type
+                continue  # the simulation's speed is not worth a second type
             seen.add(size.name)
             out.progress(0, 1, f"right results for {record.name}, {size.name} {dtype}")
             job = known(f"{record.name} {size.name} {dtype}", make_job(record, call))
@@ -124,8 +124,8 @@ def _cases(rig: Rig, out: StepLog) -> Iterator[TimedCall]:
 
 
 def _latency(rig: Rig, case: TimedCall) -> tuple[Cell, ...]:
-    """Times calls one after the other; a row of the table."""
-    case.judge(rig.run_job(case.job.job))  # the first one loads kernels and takes memory
+    """Times calls one after the other; returns a row of the table."""
+    case.judge(rig.run_job(case.job.job))  # the first call loads kernels and allocates memory
     walls: list[float] = []
     answers: list[CallDone] = []
     last: Ran | None = None
@@ -155,12 +155,12 @@ def _latency(rig: Rig, case: TimedCall) -> tuple[Cell, ...]:
 
 
 def p90(values: Sequence[float]) -> float:
-    """The 90th percentile; of a single value itself."""
+    """Returns the 90th percentile; for a single value, the value itself."""
     return quantiles(values, n=10, method="inclusive")[-1] if len(values) > 1 else values[0]
 
 
 def _rate(rig: Rig, case: TimedCall, streams: int) -> float:
-    """Calls in a second when there is always one more waiting than the streams can run."""
+    """Returns calls per second while more calls are always waiting than the streams can run."""
     window, effort, start = 2 * streams, _effort(rig), time.monotonic()
     end = start + effort.seconds
 

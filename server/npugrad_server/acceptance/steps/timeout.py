@@ -1,4 +1,4 @@
-"""Step 7: a call that takes too long is cut, its worker is replaced, and the device goes on."""
+"""Step 7: a call that takes too long is aborted, its worker is replaced, and the device works on."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
     from npugrad_server.acceptance.supervised import SupervisedDevice
 
 TIMED_OUT = 507046
-"""A stream was not done within the time of a bounded wait."""
+"""Code: a stream was not done within the time of a bounded wait."""
 _TARGET_S, _LEAST_S = 1.0, 0.05
 _SHORT_S = 0.001
 _SHARE = 5
-"""Under the pool a call may run for this part of what the long one takes: one second in so many."""
+"""Under the pool, a call may run for the long call's time divided by this."""
 _TOLD_S = 5.0
-"""Seconds in which the worker has to notice it and to end."""
+"""Seconds in which the worker must notice the timeout and end."""
 
 
 def run(rig: Rig, out: StepLog) -> None:
-    """Cuts a long call below the validator, then under the pool."""
+    """Aborts a long call below the validator, then under the pool."""
     long = find_long_call(rig, out, _TARGET_S, _LEAST_S)
     record = rig.operators[0]
     small = known(record.name, make_job(record, next(rig.samples(record)).call))
@@ -45,7 +45,7 @@ def run(rig: Rig, out: StepLog) -> None:
 
 
 def _cut_by_worker(rig: Rig, out: StepLog, long: LongCall) -> None:
-    """A millisecond for a call that takes much longer: the worker says so and ends by itself."""
+    """Gives a much longer call one millisecond: the worker must report this and end by itself."""
     rig.start(run_limit_s=_SHORT_S)
     pid, start = rig.pid, time.monotonic()
     answer = rig.run_job(long.known.job).answer
@@ -68,7 +68,7 @@ def _cut_by_worker(rig: Rig, out: StepLog, long: LongCall) -> None:
 
 
 def _cut_under_pool(device: SupervisedDevice, out: StepLog, long: LongCall, limit_s: float) -> None:
-    """The same in the service's hands: the caller gets the error, and the device leaves and comes back."""
+    """Checks the same under the pool: the caller gets the error, and the device leaves and comes back."""
     watch, start = Watch(device), time.monotonic()
     found, reason = "a result", ""
     try:
@@ -83,7 +83,7 @@ def _cut_under_pool(device: SupervisedDevice, out: StepLog, long: LongCall, limi
         found,
         f"after {told_s:.3f} s; the call takes {long.run_s:.2g} s, its limit is {limit_s:.2g} s",
     )
-    if reason:  # otherwise the device never left
+    if reason:  # otherwise the device never left the pool
         watch.check_back(out, "a call past its limit")
 
 
