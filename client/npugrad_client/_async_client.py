@@ -119,7 +119,7 @@ class AsyncClient(AsyncOperators):
 
     def __repr__(self) -> str:
         """Such as ``AsyncClient('localhost:50051')``."""
-        return f"AsyncClient({some(self.target.split(', '), 3, '.target')!r})"
+        return f"AsyncClient({some([*map(repr, self.target.split(', '))], 3, '.target')})"
 
     async def close(self) -> None:
         """Closes the connection and cancels calls in flight.

@@ -143,7 +143,7 @@ class Client(Operators):
 
     def __repr__(self) -> str:
         """Such as ``Client('localhost:50051')``."""
-        return f"Client({some(self.target.split(', '), 3, '.target')!r})"
+        return f"Client({some([*map(repr, self.target.split(', '))], 3, '.target')})"
 
     def close(self) -> None:
         """Closes the connection and cancels calls in flight.

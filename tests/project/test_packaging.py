@@ -160,6 +160,17 @@ def test_all_say_one_version(metadata: Mapping[str, Message]) -> None:
     assert versions == {package.__version__ for package in packages} == {npugrad.__version__}
 
 
+def test_both_link_to_the_vendors_sources(metadata: Mapping[str, Message]) -> None:
+    client, server = ([*part.get_all("Project-URL", [])] for part in (metadata[CLIENT], metadata[SERVER]))
+    assert client == server
+    for line in client:
+        label, _, url = line.partition(", ")
+        assert 0 < len(label) <= 32, "what an index accepts"
+        assert url.startswith("https://gitcode.com/cann/")
+    found = {line.rpartition("/")[2] for line in client}
+    assert found == {"ops-cv", "ops-nn", "ops-transformer"}
+
+
 def test_each_needs_the_other_in_its_own_version(metadata: Mapping[str, Message]) -> None:
     version = npugrad.__version__
     (contract,) = (each for each in _requirements(metadata[SERVER], extra=None) if each.name == CLIENT)
