@@ -1,7 +1,7 @@
-"""The service: a gRPC front process, and one worker process per device that it feeds.
+"""The service: a gRPC front process, and one worker process per device.
 
-Imports go down only: `cli > acceptance > app > rpc > dispatch > pool > worker > backends > acl`. A worker
-process imports nothing above `worker`.
+Imports only point downward: `cli > acceptance > app > rpc > dispatch > pool > worker > backends > acl`. A
+worker process imports nothing above `worker`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`npugrad-server` and `python -m npugrad_server`: the command, if the contract is of its version."""
+"""Entry point of `npugrad-server` and `python -m npugrad_server`; checks the version of `npugrad` first."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from npugrad_server import __version__
 
 
 def main() -> None:
-    """Entry point of the command; exit status 1 where `npugrad` is of another version."""
+    """Runs the command; exits with status 1 if the installed `npugrad` has another version."""
     if npugrad.__version__ != __version__:
         sys.exit(
             f"npugrad-server {__version__} needs npugrad {__version__}, but npugrad {npugrad.__version__} is "
             "installed: "
             f"pip install npugrad=={__version__} npugrad-server=={__version__}"
         )
-    from npugrad_server.cli import main as run  # here, as it imports names that another version may lack
+    from npugrad_server.cli import main as run  # late: another version may lack names it needs
 
     run()
 

@@ -1,4 +1,4 @@
-"""Addresses the server listens on: parsed, judged and tried."""
+"""Parses and checks the addresses that the server listens on."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import stat
 from dataclasses import dataclass
 
 _MAX_UNIX_PATH_BYTES = 107
-"""`sun_path` of Linux holds 108 bytes with the terminating null."""
+"""Linux's `sun_path` has 108 bytes, including the terminating null."""
 
 
 class AddressError(ValueError):
-    """An address does not parse or cannot be taken; the message names it."""
+    """An address does not parse or cannot be bound; the message names it."""
 
 
 @dataclass(frozen=True)
@@ -31,14 +31,14 @@ class Address:
     path: str = ""
 
     def __str__(self) -> str:
-        """The form that gRPC takes."""
+        """The form that gRPC accepts."""
         if self.path:
             return f"unix:{self.path}"
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     @property
     def is_local(self) -> bool:
-        """Whether only this machine can reach it. Of names only localhost: others may mean anything."""
+        """Whether only this host can reach it; names other than localhost may resolve to anything."""
         if self.path or self.host == "localhost":
             return True
         try:
@@ -47,7 +47,7 @@ class Address:
             return False
 
     def with_port(self, port: int) -> Address:
-        """The same address with the port that was bound; unix sockets have none."""
+        """The same address with the bound port; unix sockets have none."""
         return self if self.path else Address(self.host, port)
 
 
@@ -55,7 +55,7 @@ def parse_listen(text: str) -> Address:
     """Reads ``host:port``, ``[ipv6]:port`` or ``unix:path``.
 
     Raises:
-        AddressError: It is none of them.
+        AddressError: The text is none of these.
     """
     if text.startswith("unix:"):
         path = text.removeprefix("unix:")
@@ -78,7 +78,7 @@ def parse_metrics_listen(text: str) -> Address:
     """Reads ``host:port``.
 
     Raises:
-        AddressError: It is anything else.
+        AddressError: The text is anything else.
     """
     address = parse_listen(text)
     if address.path:
@@ -87,10 +87,10 @@ def parse_metrics_listen(text: str) -> Address:
 
 
 def check_free(address: Address) -> None:
-    """Makes sure that an address can be taken; gRPC itself would replace the unix socket of a running server.
+    """Checks that an address can be bound; gRPC itself would replace the unix socket of a running server.
 
     Raises:
-        AddressError: It is in use or not ours; the message says which and why.
+        AddressError: It is in use or unavailable; the message names it and says why.
     """
     if address.path:
         _check_unix_free(address)

@@ -1,7 +1,7 @@
 """The composition root: the only place that wires settings, pool, services and signals together.
 
-Start: take the ports, start a worker for each device, serve, say so once a device is ready. End: after the
-first SIGTERM or SIGINT (see `App.drain`) calls in progress finish; a second signal ends them at once.
+Start: bind the ports, start a worker for each device, serve, announce it once a device is ready. End: after
+the first SIGTERM or SIGINT (see `App.drain`) calls in progress finish; a second signal ends them at once.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from npugrad_server.rpc.tracing import RpcTracing
 
 _FAREWELL_S = 1.0
-"""Seconds that clients get to take their last answers, and the end of their connections."""
+"""Seconds for clients to read their last answers and the end of their connections."""
 _SERVER_SERVICE = server_pb2.DESCRIPTOR.services_by_name["ServerService"]
 _T = TypeVar("_T")
 
@@ -81,16 +81,16 @@ async def serve(
         worker_module: Module that a worker process runs.
 
     Returns:
-        Exit code: 0, or 1 when accepted calls were cut off or the gRPC server ended by itself.
+        Exit code: 0, or 1 when accepted calls were cut off or the gRPC server ended on its own.
 
     Raises:
-        StartError: Something that the start needs is missing.
+        StartError: Something needed for the start is missing.
     """
     log, stop, delay_s = get_logger(), StopSignals(), 0.0
     made = pool_settings(loaded.settings, npu_report(loaded.settings))
     made = replace(made, print_fd=print_fd, worker_module=worker_module)
     for name, value in loaded.settings:
-        # The pool's settings have what a default such as "auto" came to.
+        # The pool's settings have the values that defaults such as "auto" resolved to.
         log.info("setting", name=name, value=getattr(made, name, value), origin=loaded.origins[name])
     stop.install()
     app = App(loaded.settings, made, registry)
@@ -99,7 +99,7 @@ async def serve(
         await until(stop.asked, app.ready())
         if not stop.asked.is_set():
             gc.collect()
-            gc.freeze()  # what is there now stays: no later collection holds the loop for it
+            gc.freeze()  # later collections skip what exists now, and do not stall the loop with it
             announce(app.address)
             metrics_address = str(app.metrics_address or "")
             log.info(
@@ -118,7 +118,7 @@ async def serve(
 
 
 class StopSignals:
-    """The signals: the first asks to drain, the second to end at once.
+    """Handles stop signals: the first asks to drain, the second to end at once.
 
     Attributes:
         asked: Set by the first.
@@ -132,12 +132,12 @@ class StopSignals:
         self.first = ""
 
     def install(self) -> None:
-        """Listens to SIGTERM and SIGINT on the running loop."""
+        """Handles SIGTERM and SIGINT on the running loop."""
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self.ask, signal.Signals(number).name)
 
     def ask(self, name: str) -> None:
-        """Takes one signal."""
+        """Handles one signal."""
         again = self.asked.is_set()
         get_logger().info("signal", signal=name, action="end at once" if again else "drain")
         self.first = self.first or name
@@ -148,12 +148,12 @@ class App:
     """One running server.
 
     Attributes:
-        address: Where it listens, with the port that was bound.
-        metrics_address: Where its metrics page and those of the probes are; None when they are off.
+        address: Where it listens, with the bound port.
+        metrics_address: Address of the metrics and probe pages; None if they are off.
     """
 
     def __init__(self, settings: ServerSettings, made: PoolSettings, registry: Registry = REGISTRY) -> None:
-        """Wires nothing yet.
+        """Stores the arguments; `start` does the work.
 
         Args:
             settings: Settings of the server.
@@ -168,11 +168,11 @@ class App:
         self.metrics_address: Address | None = None
 
     async def start(self) -> None:
-        """Takes the ports, starts the workers and serves; devices become ready later.
+        """Binds the ports, starts the workers and serves; devices become ready later.
 
         Raises:
-            StartError: A port is taken, TLS cannot be served, there is no memory for the arenas, or no
-                OpenTelemetry for traces.
+            StartError: A port cannot be bound, the files for TLS or tenants are unusable, the arenas do not
+                fit into memory, or OpenTelemetry is missing for traces.
         """
         started_s = time.monotonic()
         self._metrics = metrics = Metrics(npugrad.__version__, str(self._made.product))
@@ -210,7 +210,7 @@ class App:
         self._end = asyncio.create_task(self._server.wait_for_termination())
 
     def _keep(self, work: Coroutine[Any, Any, None]) -> None:
-        """Does endless work until the server ends."""
+        """Runs an endless coroutine until the server ends."""
         self._resources.callback(asyncio.create_task(work).cancel)
 
     def _open_certificates(self, metrics: Metrics) -> LiveCertificates | None:
@@ -227,7 +227,7 @@ class App:
             raise StartError(problem)
         if not settings.is_tracing:
             return None
-        from npugrad_server.rpc import tracing as spans  # here only: OpenTelemetry is an extra
+        from npugrad_server.rpc import tracing as spans  # imported only here: OpenTelemetry is an extra
 
         try:
             processor = spans.otlp_processor()
@@ -247,7 +247,7 @@ class App:
         self._pages = Pages(metrics.registry, asyncio.get_running_loop())
         if self._settings.metrics_address is not None:
             self.metrics_address, close = serve_pages(self._pages, self._settings.metrics_address)
-            # The pages ask the loop, so the loop may not wait for the pages.
+            # The pages query the loop, so the loop must not wait for the pages.
             self._resources.push_async_callback(asyncio.to_thread, close)
 
     def _register(self) -> None:
@@ -281,7 +281,7 @@ class App:
         """Waits until every device is ready or down.
 
         Raises:
-            StartError: None is ready; every device's reason.
+            StartError: No device is ready; lists every device's reason.
         """
         try:
             await self.pool.wait_ready(ready_timeout_s(self._made))
@@ -290,26 +290,26 @@ class App:
         self._device_changed()
 
     async def ended(self) -> None:
-        """Waits for an end that nobody asked for.
+        """Waits until the gRPC server ends unexpectedly.
 
         Raises:
-            Exception: What ended the gRPC server.
+            Exception: The error that ended the gRPC server.
         """
-        await asyncio.shield(self._end)  # grpc takes the cancellation of a waiter for its own
+        await asyncio.shield(self._end)  # grpc would take the cancellation of a waiter for its own
 
     async def drain(self, at_once: asyncio.Event, delay_s: float = 0.0) -> bool:
-        """Waits until load balancers can know, then closes connections and lets their calls finish.
+        """Gives load balancers time to notice, then closes connections and lets their calls finish.
 
-        Health says NOT_SERVING from the start, but for `delay_s` everything is still served. Then every
+        Health reports NOT_SERVING at once, but everything is still served for `delay_s`. Then every
         connection gets a GOAWAY: its client opens no more calls on it and connects elsewhere, and calls that
-        were opened before finish, uploads included.
+        are already open finish, uploads included.
 
         Args:
             at_once: Ends the delay and the wait.
-            delay_s: Seconds to go on serving.
+            delay_s: Seconds to keep serving.
 
         Returns:
-            Whether all calls could finish. Those that could not were answered with DRAINING.
+            Whether all calls finished. The others were answered with DRAINING.
         """
         self._health.start_draining()
         self._info.start_draining()
@@ -341,7 +341,7 @@ class App:
 async def until(
     event: asyncio.Event, work: Coroutine[Any, Any, _T], timeout_s: float | None = None
 ) -> _T | None:
-    """Does some work until it ends, or an event is set, or the time is over; its result, else None."""
+    """Runs `work` until it ends, the event is set or the time is up; returns its result, else None."""
     tasks = asyncio.ensure_future(work), asyncio.ensure_future(event.wait())
     try:
         await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)

@@ -1,7 +1,7 @@
 """The command `npugrad-server`: serve, check, preflight, ops, acceptance.
 
-The options of `serve` and `check` are made from the fields of `ServerSettings`. Exit codes: 0 ok,
-1 failed, 2 the command line or a setting is wrong.
+The options of `serve` and `check` are generated from the fields of `ServerSettings`. Exit codes: 0 ok, 1
+failed, 2 the command line or a setting is wrong.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 FAILED, USAGE = 1, 2
 _FILES = dict.fromkeys(("certificate", "key", "ca", "tenants"), "FILE")
 _FILE_COLUMNS = 180
-"""Width of a table that goes to a file or a pipe."""
+"""Width of a table written to a file or a pipe."""
 
 app = typer.Typer(
     help="Run Ascend aclnn backward operators for hosts without an NPU.",
@@ -67,7 +67,7 @@ app = typer.Typer(
 
 
 def main() -> None:
-    """Runs the command line of the process."""
+    """Runs the command line."""
     app(prog_name="npugrad-server")
 
 
@@ -86,7 +86,7 @@ def _root(
 
 
 def with_settings(command: Callable[[dict[str, Any], str | None], None]) -> Callable[..., None]:
-    """Gives a command every setting as an option, and `--config`."""
+    """Adds every setting as an option, and `--config`, to a command."""
     options = {name: _option(name, field) for name, field in ServerSettings.model_fields.items()}
     config = typer.Option(
         "--config", metavar="FILE", help=f"TOML file with settings. [env {CONFIG_VARIABLE}]"
@@ -112,7 +112,7 @@ def _option(name: str, field: FieldInfo) -> inspect.Parameter:
         return _parameter(
             name, bool | None, typer.Option(f"{flag}/--no-{flag[2:]}", help=text, show_default=False)
         )
-    # Everything else stays text: the model converts and judges it, wherever it comes from.
+    # Everything else stays text: the model converts and validates values from every source.
     return _parameter(name, str | None, typer.Option(flag, metavar=_metavar(name, field), help=text))
 
 
@@ -140,7 +140,7 @@ def _metavar(name: str, field: FieldInfo) -> str:
 def serve(flags: dict[str, Any], config: str | None) -> None:
     """Serve until SIGTERM or SIGINT; prints "listening on ADDR" once it takes calls."""
     keep_freed_memory()
-    use_one_malloc_arena()  # before the log's threads
+    use_one_malloc_arena()  # before the log's threads start
     loaded = _loaded(flags, config)
     close_log = logs.configure(loaded.settings.log_format, loaded.settings.log_level)
     try:
@@ -234,7 +234,7 @@ def ops() -> None:
     """List the operators and the dtypes of their inputs on each product."""
     console = Console(width=None if sys.stdout.isatty() else _FILE_COLUMNS, highlight=False)
     for record in OPERATORS.values():
-        # Names of operators are long: a row of one table for each would not fit an 80-column terminal.
+        # Operator names are long: as rows of a single table, they would not fit an 80-column terminal.
         table = Table.grid(Column(no_wrap=True), Column(no_wrap=True), Column(), padding=(0, 2))
         for product in Product:
             for row in _dtype_rows(record, product):
@@ -286,7 +286,7 @@ def acceptance(
     Use an otherwise idle NPU: one step takes all of its memory. Most of the time goes
     to the soak and to the float64 references on the host.
     """
-    # Here, as they take a fifth of the time that all imports of a server take.
+    # Imported late: they take a fifth of a server's total import time.
     from npugrad_server.acceptance.bundle import SUFFIXES
     from npugrad_server.acceptance.command import AcceptanceOptions, accept
     from npugrad_server.acceptance.steps import STEPS, select_steps
@@ -350,7 +350,7 @@ def _loaded(flags: dict[str, Any], config: str | None) -> LoadedSettings:
 
 
 def _dtype_rows(record: OpRecord, product: Product) -> Iterator[tuple[str, str, str]]:
-    """Product, dtypes and the inputs that take them; the product stands in the first row only."""
+    """Rows of product, dtypes and the inputs that take them; only the first row names the product."""
     if product not in record.products:
         yield str(product), "not there", ""
         return

@@ -1,8 +1,8 @@
-"""Whether a cluster can run the server: what its nodes offer against what a release of the chart asks for.
+"""Checks whether a cluster's nodes offer what a release of the chart requests.
 
-Reads what ``kubectl get nodes,pods,runtimeclasses -A -o json`` prints, or the same of the API server from
-inside of the cluster. Pods and runtime classes may be left out; what only they tell is then not checked.
-Names are those of the vendor's device plugins, HAMi and Huawei Cloud CCE.
+Reads the output of ``kubectl get nodes,pods,runtimeclasses -A -o json``, or the same from the API server
+inside the cluster. Pods and runtime classes are optional; what only they tell is not checked without them.
+Resource names are those of the vendor's device plugins, HAMi and Huawei Cloud CCE.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ OLDEST_KUBERNETES, OLDEST_DRA = (1, 30), (1, 34)
 MINDCLUSTER, CCE = "huawei.com/Ascend910", "huawei.com/ascend-1980"
 PROFILES = ("mindcluster", "mindcluster-volcano", "hami", "cce", "dra", "cpu")
 TOLERATED = frozenset({MINDCLUSTER, "huawei.com/Ascend310P", "huawei.com/npu"})
-"""Keys of taints that the chart tolerates."""
+"""Taint keys that the chart tolerates."""
 _HAMI = re.compile(r"huawei\.com/Ascend(910A|910B\d?|910C)")
 _SLICE = re.compile(r"huawei\.com/Ascend\d+P?-\d+c.*")
 _OTHER_CHIPS = {
@@ -29,7 +29,7 @@ _OTHER_CHIPS = {
     "huawei.com/npu": "the 950 generation, whose operators no release has records of yet",
 }
 _CHIPS = (("910b", "910b"), ("a3", "a3"), ("910c", "a3"), ("910a", "910"), ("910", "910"))
-"""What a label or a resource has in it, and the chip in an image's tag; the first that fits."""
+"""Part of a label or resource name, and the chip as in image tags; the first match wins."""
 _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _UNITS = {"": 1, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 
@@ -39,17 +39,17 @@ Problem = tuple[str, str, str]
 
 
 class ClusterError(ValueError):
-    """What was read describes no cluster; the message has found and expected."""
+    """The input does not describe a cluster; the message says what was found and expected."""
 
 
 @dataclass(frozen=True)
 class PodRequest:
-    """What a pod of a release asks of its node.
+    """What a pod of a release requests from its node.
 
     Attributes:
-        cards: How many.
+        cards: Number of cards.
         chip: Chip in the image's tag, such as ``"910b"``.
-        architecture: That of the image, such as ``"arm64"``; empty for an image of both.
+        architecture: Architecture of the image, such as ``"arm64"``; empty if it has both.
         cpus: Processor cores.
         memory_bytes: Its memory limit.
         runtime_class: Name of its runtime class; empty for the nodes' default.
@@ -65,13 +65,13 @@ class PodRequest:
 
 @dataclass(frozen=True)
 class ClusterFinding:
-    """One thing that was looked at.
+    """The result of one check.
 
     Attributes:
-        label: ``"ok"``; ``"note"``: it keeps pods off one node, while others can take them; ``"fail"``.
-        reason: What kind of problem it is, stable; empty when it is none.
+        label: ``"ok"``; ``"note"``: it keeps pods off one node, but others can take them; ``"fail"``.
+        reason: The kind of problem, as a stable name; empty if there is none.
         text: What was found, and where.
-        cure: What to do about it; empty when it is none.
+        cure: What to do about it; empty if there is no problem.
     """
 
     label: str
@@ -82,12 +82,12 @@ class ClusterFinding:
 
 @dataclass(frozen=True)
 class Cluster:
-    """What was read.
+    """The parts of a cluster that are checked.
 
     Attributes:
         nodes: Node objects.
-        pods: Pod objects; None where they were not read.
-        runtime_classes: Names; None where they were not read.
+        pods: Pod objects; None if they were not read.
+        runtime_classes: Names; None if they were not read.
     """
 
     nodes: list[dict[str, Any]]
@@ -96,10 +96,10 @@ class Cluster:
 
 
 def read_cluster(text: str) -> Cluster:
-    """Takes the output of kubectl.
+    """Parses the output of kubectl.
 
     Raises:
-        ClusterError: It is empty, cut off, no JSON, JSON of something else, or without a node.
+        ClusterError: It is empty, cut off, not JSON, JSON of something else, or without a node.
     """
     if not text.strip():
         raise ClusterError("found nothing; expected the output of kubectl get nodes -o json")
@@ -128,10 +128,10 @@ def read_cluster(text: str) -> Cluster:
 
 
 def ask_cluster(server: str = "https://kubernetes.default.svc", account: Path = _ACCOUNT) -> Cluster:
-    """Asks the API server, from a pod whose service account may list nodes and pods.
+    """Queries the API server, from a pod whose service account may list nodes and pods.
 
     Raises:
-        ClusterError: This is no pod, or the API server does not answer.
+        ClusterError: This is not a pod, or the API server does not answer.
     """
     try:
         token = (account / "token").read_text("utf-8")
@@ -154,10 +154,10 @@ def _get(url: str, token: str, context: ssl.SSLContext) -> str:
 
 
 def fitting_profile(cluster: Cluster) -> str:
-    """The profile of the chart for the cards that the nodes have; ``"cpu"`` where there is none.
+    """The chart's profile for the nodes' cards; ``"cpu"`` if they have none.
 
-    Volcano and dynamic resource allocation are not seen on nodes: `mindcluster-volcano` and `dra` are never
-    the answer.
+    Nodes do not show Volcano or dynamic resource allocation: `mindcluster-volcano` and `dra` are never
+    returned.
     """
     resources = {resource for node in cluster.nodes for resource in _allocatable(node)}
     if any(map(_HAMI.fullmatch, resources)):
@@ -170,13 +170,13 @@ def fitting_profile(cluster: Cluster) -> str:
 def check_cluster(
     cluster: Cluster, profile: str, request: PodRequest, resource: str = ""
 ) -> list[ClusterFinding]:
-    """All that speaks for and against running the server.
+    """Lists everything for and against running the server.
 
     Args:
-        cluster: What was read.
+        cluster: The cluster.
         profile: Name of the chart's profile.
-        request: What a pod asks for.
-        resource: Name of the card among the node's resources; that of the profile by default.
+        request: What a pod requests.
+        resource: Resource name of the card on nodes; the profile's by default.
     """
     findings = _runtime_class(cluster, profile, request)
     resource = resource or _resource_of(cluster, profile)
@@ -238,7 +238,7 @@ def _runtime_class(cluster: Cluster, profile: str, request: PodRequest) -> list[
 
 
 def _cards(cluster: Cluster, resource: str) -> list[ClusterFinding]:
-    """Whether any node has the card under this name, and what they have instead."""
+    """Checks that some node has the card under this name; else tells what the nodes have instead."""
     if any(resource in _allocatable(node) for node in cluster.nodes):
         return []
     others = sorted(
@@ -325,7 +325,7 @@ def _image(node: dict[str, Any], resource: str, request: PodRequest) -> list[Pro
 
 
 def _chip_of(node: dict[str, Any], resource: str) -> str:
-    """The chip as image tags spell it, from a label or the resource; empty where neither tells."""
+    """The chip as image tags spell it, from a label or the resource; empty if neither tells it."""
     labels = (node.get("metadata") or {}).get("labels") or {}
     for told in (labels.get("accelerator-type", ""), resource if _HAMI.fullmatch(resource) else ""):
         for part, chip in _CHIPS:
@@ -335,7 +335,7 @@ def _chip_of(node: dict[str, Any], resource: str) -> str:
 
 
 def _used(cluster: Cluster) -> dict[tuple[str, str], float]:
-    """What running pods ask for, by node and resource."""
+    """What running pods request, by node and resource."""
     used: dict[tuple[str, str], float] = defaultdict(float)
     for pod in cluster.pods or ():
         if (pod.get("status") or {}).get("phase") in ("Succeeded", "Failed"):

@@ -30,7 +30,7 @@ class PoolFigures(Protocol):
     """The part of the pool that the page shows."""
 
     def stats(self) -> PoolStats:
-        """Figures of this moment."""
+        """Current figures."""
         ...
 
     def devices(self) -> tuple[DeviceStatus, ...]:
@@ -39,12 +39,12 @@ class PoolFigures(Protocol):
 
 
 def ask(loop: asyncio.AbstractEventLoop, question: Callable[[], _T], timeout_s: float) -> _T:
-    """Asks something on the event loop, from another thread.
+    """Calls a function on the event loop, from another thread.
 
     Args:
         loop: The loop.
-        question: What to call on it.
-        timeout_s: Seconds the loop has for the answer.
+        question: The function.
+        timeout_s: Seconds to wait for its result.
 
     Raises:
         TimeoutError: It took longer.
@@ -62,23 +62,23 @@ def ask(loop: asyncio.AbstractEventLoop, question: Callable[[], _T], timeout_s: 
 
 
 class LogCollector(Collector):
-    """What the log counts."""
+    """The log's counters."""
 
     def collect(self) -> Iterator[Metric]:
-        """The lines that the process has lost."""
+        """Lines that the process has lost."""
         text = "Lines of the log, those that workers print included, lost because nobody read them in time."
         yield CounterMetricFamily("npugrad_log_lines_dropped", text, value=LogBacklog.all_dropped_lines)
 
 
 class PoolCollector(Collector):
-    """Gauges that are read from the pool when somebody looks."""
+    """Gauges that are read from the pool at each scrape."""
 
     def __init__(self, pool: PoolFigures, loop: asyncio.AbstractEventLoop) -> None:
-        """Looks at nothing yet.
+        """Reads nothing yet.
 
         Args:
-            pool: Whose figures they are.
-            loop: Where it may be asked.
+            pool: The pool.
+            loop: The pool's event loop.
         """
         self._pool, self._loop = pool, loop
         self._shown: set[str] = set()
@@ -115,7 +115,7 @@ class PoolCollector(Collector):
         yield from self._of_tenants(stats)
 
     def _of_tenants(self, stats: PoolStats) -> Iterator[Metric]:
-        """What tenants hold; one that no longer holds anything is shown with 0."""
+        """What tenants hold; one that no longer holds anything is shown as 0."""
         self._shown.update(stats.tenants)
         texts = (
             (
@@ -178,7 +178,7 @@ def _of_devices(devices: Sequence[DeviceStatus]) -> tuple[Metric, ...]:
 
 
 def _resident_bytes(pid: int) -> int | None:
-    """What a process has in memory; None when it is gone."""
+    """Resident memory of a process; None if it is gone."""
     try:
         pages = Path(f"/proc/{pid}/statm").read_text("ascii").split()[1]
     except OSError:

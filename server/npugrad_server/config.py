@@ -38,11 +38,11 @@ _SERVICE_LINKS = re.compile(
     r"NPUGRAD_([A-Z0-9_]+_)?(SERVICE_HOST|SERVICE_PORT(_.*)?|PORT(_\d+_(TCP|UDP|SCTP)(_.*)?)?)"
 )
 LEAST_MESSAGE_BYTES = MAX_CHUNK_BYTES + 64 * 2**10
-"""Any frame of a stream is a message that fits into this: a largest chunk, and what is around it."""
+"""Fits any frame of a stream: a largest chunk and what surrounds it."""
 MESSAGES_PER_CALL = 4
-"""What the largest unary call takes: its message, its reply, gRPC's copy of that, and some around them."""
+"""Messages that the largest unary call takes: its request, its reply, gRPC's copy, and some overhead."""
 _LONGEST_S = 2e6
-"""grpc counts some times in milliseconds, in 32 bits."""
+"""grpc keeps some times as milliseconds in 32 bits."""
 
 
 class ServerSettings(BaseSettings):
@@ -229,7 +229,7 @@ class ServerSettings(BaseSettings):
         description="Seconds after its deadline at which a call that still runs has its worker killed.",
     )
     run_limit_s: float = Field(
-        # torch_npu has CANN end an operator after 547 s, with a number that speaks of a device that failed:
+        # torch_npu has CANN end an operator after 547 s with an error code that indicates a failed device, so
         # the call would run again on another NPU. The server's own limit comes first, and blames the call.
         default=540.0,
         gt=0,
@@ -394,7 +394,7 @@ class ServerSettings(BaseSettings):
 
     @property
     def tls(self) -> Literal["off", "server", "mutual"]:
-        """Whether the server presents a certificate, or callers do as well."""
+        """Which sides present certificates: none, the server, or both."""
         return "off" if not self.tls_certificate else "mutual" if self.tls_client_ca else "server"
 
     @property
@@ -414,7 +414,7 @@ class ServerSettings(BaseSettings):
 
     @property
     def fixed_product(self) -> Product | None:
-        """The product; None to take that of the devices."""
+        """The product; None to use that of the devices."""
         return None if self.product == "auto" else product_from_name(self.product)
 
     @classmethod
@@ -426,12 +426,12 @@ class ServerSettings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Arguments only: `load_settings` reads the other sources itself, to know where a value came from."""
+        """Only the arguments: `load_settings` reads the other sources, to know where a value came from."""
         return (init_settings,)
 
 
 def _about(setting: str, problem: str) -> PydanticCustomError:
-    """The error of a rule over several fields, which blames one that was given."""
+    """The error of a rule over several fields, reported for one that was given."""
     return PydanticCustomError("setting", "{problem}", {"setting": setting, "problem": problem})
 
 
@@ -495,7 +495,7 @@ def _from_file(config: str | Path | None, problems: list[str]) -> dict[str, Any]
         return {}
     path = Path(config)
     try:
-        path.read_bytes()  # the source takes a file that is not there for an empty one
+        path.read_bytes()  # the source treats a missing file as empty
         return dict(TomlConfigSettingsSource(ServerSettings, path)())
     except OSError as error:
         problems.append(f"config: cannot read {str(path)!r}: {error.strerror}")
@@ -534,18 +534,18 @@ _BOUNDS = {
     "greater_than_equal": "expected at least {ge:.15g}",
     "less_than_equal": "expected at most {le:.15g}",
 }
-"""What is expected of a number, in our words."""
+"""Our wording for bounds of numbers."""
 
 
 def _validated(values: dict[str, Any], origins: dict[str, str], problems: list[str]) -> ServerSettings:
-    """The model of the values; wrong ones are reported and replaced by their defaults."""
+    """Builds the model; invalid values are reported and replaced by their defaults."""
     try:
         return ServerSettings(**values)
     except ValidationError as error:
         wrong = set()
         for detail in error.errors(include_url=False):
             message = detail["msg"].removeprefix("Value error, ")
-            # Rules over several fields have no field of their own: the error says, or it is the address.
+            # A rule over several fields has no location: the error names the field, or it is the address.
             name = str(detail["loc"][0] if detail["loc"] else detail.get("ctx", {}).get("setting", "listen"))
             if detail["type"] != "setting" and not message.startswith("found "):
                 bound = _BOUNDS.get(detail["type"], message).format(**detail.get("ctx", {}))
@@ -555,5 +555,5 @@ def _validated(values: dict[str, Any], origins: dict[str, str], problems: list[s
     for name in wrong:
         del values[name]
         origins[name] = "default"
-    # Fields come before the rule over several of them, which may find something in the second round.
+    # Rules over several fields run only once every field is valid, so the second round may find more.
     return _validated(values, origins, problems)

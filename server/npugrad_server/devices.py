@@ -1,12 +1,12 @@
-"""Names of devices, and the list of them that a server is started with.
+"""Device names, and the list of devices that a server is started with.
 
-`auto` takes every NPU, else one CPU device. Otherwise a list such as ``cpu:0,cpu:1`` or ``npu:0,npu:1``.
-``npu:0?deterministic=1`` has an NPU run every call deterministically, ``deterministic=0`` none; without
-either each call chooses where CANN can switch (from 9.0), and none is deterministic where it cannot.
-``cpu:0?coordinates=float64`` has a CPU take sampling coordinates in float64; the default, ``float32``, is
-what PyTorch's and mmcv's kernels do. All devices of a list do the same.
-For capacity and scaling tests there is also ``test:N?OPTIONS``: N simulated devices whose options are
-described in `npugrad_server.backends.test`.
+`auto` takes every NPU, or one CPU device if there are none. Otherwise give a list such as ``cpu:0,cpu:1`` or
+``npu:0,npu:1``. ``npu:0?deterministic=1`` makes an NPU run every call deterministically, ``deterministic=0``
+none; without either, each call chooses if CANN can switch (from 9.0), and none is deterministic if it cannot.
+``cpu:0?coordinates=float64`` makes a CPU compute sampling coordinates in float64; the default, ``float32``,
+is what PyTorch's and mmcv's kernels do; all devices of a list must agree on it. For capacity and scaling
+tests there is also ``test:N?OPTIONS``: N simulated devices, with the options described in
+`npugrad_server.backends.test`.
 """
 
 from __future__ import annotations
@@ -56,22 +56,22 @@ class DeviceName:
 
     @property
     def name(self) -> str:
-        """Name without options, as it is shown: ``"cpu:0"``."""
+        """Name without options, as shown: ``"cpu:0"``."""
         return f"{self.kind}:{self.index}"
 
     @property
     def deterministic(self) -> bool | None:
-        """Mode that the device is to keep for every call; None where each call chooses."""
+        """Whether every call runs deterministically; None if each call chooses."""
         return _FLAGS.get(self.options.get(DETERMINISTIC, ""))
 
     @property
     def float64_coordinates(self) -> bool:
-        """Whether it is to take sampling coordinates in float64."""
+        """Whether it computes sampling coordinates in float64."""
         return self.options.get(COORDINATES) == "float64"
 
     @property
     def owns_memory(self) -> bool:
-        """Whether it has memory of its own, and does not work in the host's."""
+        """Whether it has its own memory instead of using the host's."""
         return self.kind == "npu" or "memory" in self.options
 
     def __str__(self) -> str:
@@ -113,7 +113,7 @@ def _check_options(text: str, kind: str, options: Mapping[str, str]) -> None:
 
 
 def may_need_npus(text: str) -> bool:
-    """Whether a list cannot be resolved without knowing the NPUs of this host."""
+    """Whether resolving a list requires knowing the NPUs of this host."""
     return text.strip() == AUTO or any(part.strip().startswith("npu:") for part in text.split(","))
 
 
@@ -122,13 +122,14 @@ def resolve(text: str, npu_count: int | None = None) -> tuple[str, ...]:
 
     Args:
         text: ``"auto"``, a list, or ``"test:N?OPTIONS"`` for N simulated devices.
-        npu_count: NPUs of this host that can be used; None when none can.
+        npu_count: Number of usable NPUs of this host; None if none can be used.
 
     Returns:
         Names with options, in the order given, for `PoolSettings.devices`.
 
     Raises:
-        DeviceListError: Malformed, empty, a device twice, kinds mixed, or NPUs that this host lacks.
+        DeviceListError: The list is malformed or empty, repeats a device, mixes kinds, or has NPUs that this
+            host lacks.
     """
     if text.strip() == AUTO:
         return tuple(f"npu:{i}" for i in range(npu_count or 0)) or ("cpu:0",)
@@ -142,7 +143,7 @@ def resolve(text: str, npu_count: int | None = None) -> tuple[str, ...]:
 
 
 def _simulated(count: DeviceName) -> list[DeviceName]:
-    """N simulated devices: their number stands where other kinds have the index."""
+    """N simulated devices: N stands where other kinds have the index."""
     if count.index not in range(1, MAX_DEVICES + 1):
         raise DeviceListError(f"found {count.index} simulated devices; expected 1 to {MAX_DEVICES}")
     return [DeviceName("test", index, count.options) for index in range(count.index)]

@@ -2,11 +2,10 @@
 
     plan -> admit -> write or make operands -> chunks -> run -> encode
 
-A request is planned without looking at any content (`plans.py`), and only then memory is reserved. Every call
-takes the same path: contents that came with the request are written, those that come as recipes are made,
-those that were announced are taken from a source of chunks, and the results go to a sink. A unary call is
-one whose source has nothing (`rpc/servicer.py`); a streamed one has its frames on both ends
-(`rpc/streaming.py`).
+A request is planned without reading any content (`plans.py`); only then is memory reserved. Every call takes
+the same path: inline contents are written, recipes are run, announced contents are read from a source of
+chunks, and the results go to a sink. The source of a unary call is empty (`rpc/servicer.py`); a streamed call
+has frames at both ends (`rpc/streaming.py`).
 """
 
 from __future__ import annotations
@@ -33,15 +32,15 @@ if TYPE_CHECKING:
     ResultSink = Callable[[Outcome], Awaitable[None]]
 
 _REPLY_OVERHEAD_BYTES = 64 * 1024
-"""More than everything in a response but its contents."""
+"""More than a response takes besides its contents."""
 
 
 class Dispatcher:
-    """Takes calls to the pool and brings the results back.
+    """Runs calls on the pool and returns their results.
 
     Attributes:
         pool: Where calls run.
-        planner: Makes calls of requests.
+        planner: Turns requests into calls.
         registry: The operators and their messages.
     """
 
@@ -52,7 +51,7 @@ class Dispatcher:
         max_message_bytes: int = MAX_MESSAGE_BYTES,
         registry: Registry = REGISTRY,
     ) -> None:
-        """Makes it.
+        """Creates a dispatcher.
 
         Args:
             pool: Where calls run.
@@ -70,9 +69,9 @@ class Dispatcher:
         """Runs a call.
 
         Args:
-            request: What `planner` made of it.
-            source: Writes the contents that were announced into the operands.
-            sink: Takes the results; they are gone when it returns.
+            request: The call, from `planner`.
+            source: Writes the announced contents into the operands.
+            sink: Takes the results; they are gone once it returns.
 
         Raises:
             CallTooLarge: It does not fit into the server's memory.
@@ -80,7 +79,7 @@ class Dispatcher:
             TransportError: Overload, shutdown, deadline: see `DevicePool.admit` and `DevicePool.run`.
             OperatorError: The device refused or failed.
         """
-        # Leaving the block, by whatever way, gives every byte back.
+        # Leaving the block, in whatever way, releases every byte.
         with self.pool.admit(request, is_upload=bool(request.known.announced)) as ticket:
             await write_inline(ticket, request.inline)
             if request.recipes:
@@ -100,10 +99,10 @@ class Dispatcher:
         """Runs a call whose contents are all in its request.
 
         Returns:
-            The serialized response with its contents inline, and what produced it.
+            The serialized response with its contents inline, and the execution info.
 
         Raises:
-            CallTooLarge: The reply would not fit into one message; and as `call`.
+            CallTooLarge: The reply would not fit into one message; other errors as for `call`.
         """
         check_reply_fits(request, self._max_message_bytes)
         replies: list[tuple[bytes, ExecutionInfo]] = []
@@ -114,7 +113,7 @@ class Dispatcher:
 
         await self.call(request, _nothing_follows, sink)
         if request.known.reply_bytes >= CHUNK_BYTES:
-            await asyncio.sleep(0)  # it took a while to make, and takes gRPC as long to copy
+            await asyncio.sleep(0)  # building it took a while, and copying it will take gRPC as long
         return replies[0]
 
     def _reply(self, request: Request, outcome: Outcome) -> bytes:
@@ -126,7 +125,7 @@ class Dispatcher:
         return bytes(whole.SerializeToString())
 
     def reply_by_template(self, request: Request, outcome: Outcome) -> bytes | None:
-        """The serialized response with the contents that it carries; None where no template is known."""
+        """The serialized response with its inline contents; None if no template is known."""
         known = request.known
         if known.reply is None:
             return None
@@ -138,7 +137,7 @@ class Dispatcher:
 
 
 def mark_encoded(request: Request, response: Any) -> None:
-    """Ends the stage in which a response is made, and writes the stages so far into it."""
+    """Ends the encode stage, and writes the stages so far into the response."""
     request.marks.append(("encode", time.monotonic()))
     encode_marks(request.marks, response.info.timeline)
 
@@ -148,7 +147,7 @@ async def _nothing_follows(ticket: Ticket) -> None:
 
 
 def check_reply_fits(request: Request, max_message_bytes: int) -> None:
-    """Refuses a unary call whose reply would pass the limit of one message, before anything is run.
+    """Refuses a unary call before it runs if its reply would exceed the message limit.
 
     Raises:
         CallTooLarge: It would; Execute has no such limit.
@@ -164,7 +163,7 @@ def check_reply_fits(request: Request, max_message_bytes: int) -> None:
 
 
 async def write_inline(ticket: Ticket, contents: Mapping[str, bytes | memoryview]) -> None:
-    """Copies contents into the input arena, in pieces between which other calls get their turn."""
+    """Copies contents into the input arena, in pieces so that other calls get their turn in between."""
     copied = 0
     targets = ticket.views(contents)
     for (name, content), target in zip(contents.items(), targets, strict=True):

@@ -1,10 +1,10 @@
-"""The log: one structured line an event on standard error, as JSON or for a person.
+"""The log: one structured line per event on standard error, as JSON or for a person.
 
-Lines are made and written by a thread of their own, many at a time, so that neither their making nor a slow
-reader of standard error holds up the event loop; when it falls too far behind, lines are dropped and counted.
-Warnings and errors wait for no others. Nor does a reader that reads nothing at all hold up the end of the
-process. The standard library's log, which gRPC and asyncio write to, goes the same way, and so does what
-workers print.
+A separate thread formats and writes the lines, many at a time, so that neither formatting nor a slow reader
+of standard error blocks the event loop; when it falls too far behind, lines are dropped and counted. Warnings
+and errors do not wait for other lines. A reader that has stopped reading does not block the end of the
+process either. The standard library's log, which gRPC and asyncio write to, goes the same way, and so does
+what workers print.
 """
 
 from __future__ import annotations
@@ -36,34 +36,34 @@ if TYPE_CHECKING:
     Entry: TypeAlias = "logging.LogRecord | Line"
 
 MAX_BACKLOG_LINES = 10_000
-"""Lines that may wait for standard error before others are dropped."""
+"""Lines that may wait for standard error before more are dropped."""
 MAX_VALUE_CHARACTERS = 2048
 """Longest text in a line, tracebacks aside: callers choose parts of it."""
 FAREWELL_S = 2.0
-"""Seconds that lines have to be written at the end; those left then are lost."""
+"""Seconds to write the remaining lines at the end; any left then are lost."""
 PAUSE_S = 0.02
-"""Seconds that a line waits for others, to be written with them; one that warns does not."""
+"""Seconds a line waits to be written with others; warnings and errors do not wait."""
 MAX_BATCH_LINES = 256
-"""Lines that are written at once at most."""
+"""Maximum number of lines written at once."""
 _LEVEL_NAMES = {
     level: logging.getLevelName(level).lower()
     for level in (logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR, logging.CRITICAL)
 }
 _RUSH_LINES = 64
-"""Lines that wait when they wait for no more: at this pace there is enough to write at once."""
+"""Number of waiting lines at which they are written without waiting for more."""
 _MAX_PRINTED_BYTES = 65536
-"""Longest line of another process; a longer one becomes several."""
+"""Longest line of another process; longer ones are split."""
 _COUNT = "lines"
 
 
 class LogBacklog(logging.handlers.QueueHandler):
-    """Hands entries to the writing thread and never waits.
+    """Passes entries to the writing thread and never waits.
 
     Attributes:
         lines: Entries that wait for the writing thread; None ends it.
-        urgent: Set when one of them must not wait for others.
-        dropped_lines: Lines lost because standard error was not read, since that was last said.
-        all_dropped_lines: Lines that all backlogs of the process have lost so far.
+        urgent: Set when the writing thread must not wait for more entries.
+        dropped_lines: Lines lost, because standard error was not read, since this was last reported.
+        all_dropped_lines: Lines lost so far by all backlogs of the process.
     """
 
     all_dropped_lines: ClassVar[int] = 0
@@ -75,7 +75,7 @@ class LogBacklog(logging.handlers.QueueHandler):
         self.dropped_lines = 0
 
     def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
-        """The record as it is: rendering is the writing thread's work."""
+        """Returns the record unchanged: the writing thread renders it."""
         return record
 
     def enqueue(self, record: logging.LogRecord) -> None:
@@ -86,7 +86,7 @@ class LogBacklog(logging.handlers.QueueHandler):
         """Queues an entry, or drops it.
 
         Args:
-            entry: What becomes a line.
+            entry: The entry.
             level: Its level.
         """
         waiting = self.lines.qsize()
@@ -106,10 +106,10 @@ class LogBacklog(logging.handlers.QueueHandler):
             self.release()
 
     def take(self, pause_s: float) -> list[Entry | None]:
-        """Waits for an entry, then for others, and takes them.
+        """Waits for an entry, then for more, and takes them.
 
         Args:
-            pause_s: Seconds to wait for others, unless one is urgent.
+            pause_s: Seconds to wait for more, unless one is urgent.
         """
         found = [self.lines.get()]
         if pause_s and found[0] is not None:
@@ -118,11 +118,11 @@ class LogBacklog(logging.handlers.QueueHandler):
         while found[-1] is not None and len(found) < MAX_BATCH_LINES and not self.lines.empty():
             found.append(self.lines.get())
         if not self.lines.empty():
-            self.urgent.set()  # what is left has waited
+            self.urgent.set()  # the rest has waited already
         return found
 
     def take_dropped(self) -> logging.LogRecord | None:
-        """What says how many lines were dropped; None when none were, or it was said before."""
+        """A record of how many lines were dropped since the last one; None if none were."""
         self.acquire()
         try:
             count, self.dropped_lines = self.dropped_lines, 0
@@ -133,7 +133,7 @@ class LogBacklog(logging.handlers.QueueHandler):
         return logging.makeLogRecord(said) if count else None
 
     def end(self) -> None:
-        """Lets the writing thread end when it has written what there is."""
+        """Lets the writing thread end once it has written everything."""
         self.lines.put(None)
         self.urgent.set()
 
@@ -147,10 +147,10 @@ class LogWriter(threading.Thread):
         """Writes nothing yet.
 
         Args:
-            backlog: Where the lines come from.
-            show: Makes a line of an entry.
+            backlog: Source of the entries.
+            show: Formats an entry as a line.
             stream: Where they go.
-            pause_s: Seconds that a line waits for others.
+            pause_s: Seconds a line waits for others.
         """
         super().__init__(name="log", daemon=True)
         self._backlog, self._show, self._pause_s = backlog, show, pause_s
@@ -158,14 +158,14 @@ class LogWriter(threading.Thread):
         self._left = False
 
     def run(self) -> None:
-        """Writes until `close`. Takes no lock while it does, as the end of the process takes them all."""
+        """Writes until `close`. Holds no lock while writing, because process exit takes all locks."""
         lines = self._backlog.lines
         entries: list[Entry | None] = self._backlog.take(self._pause_s)
         while entries[-1] is not None:
             self._write("".join(map(self._line, entries)))
             if self._left:
                 return
-            # Said when everything before was written: more often, it would crowd out the others.
+            # Reported only once everything before it is written: more often, it would crowd out the others.
             dropped = self._backlog.take_dropped() if lines.empty() else None
             entries = self._backlog.take(self._pause_s) if dropped is None else [dropped]
         entries[-1] = self._backlog.take_dropped()
@@ -176,22 +176,22 @@ class LogWriter(threading.Thread):
             return ""
         try:
             return f"{self._show(entry)}\n"
-        except Exception as error:  # the thread must not end for what one line cannot show
+        except Exception as error:  # one line that cannot be shown must not end the thread
             name = entry.name if isinstance(entry, logging.LogRecord) else entry[2]
             return f"a line of {name} cannot be shown: {error!r}\n"
 
     def close(self, timeout_s: float) -> None:
-        """Ends the thread when it has written what there is, or leaves it behind when the time is over."""
+        """Ends the thread once it has written everything, or abandons it when the time is up."""
         self._backlog.end()
         self.join(timeout_s)
         self._left = True
 
 
 def _writer(stream: TextIO) -> Callable[[str], object]:
-    """What writes to a stream; past its buffer if it has a descriptor.
+    """Returns a function that writes to a stream, bypassing its buffer if it has a descriptor.
 
-    The end of the interpreter waits for the lock of the buffer of standard error, which a thread that is
-    stuck in a write would have.
+    At its end, the interpreter waits for the lock of standard error's buffer, which a thread stuck in a write
+    would hold.
     """
     try:
         descriptor = stream.fileno()
@@ -204,7 +204,7 @@ def _writer(stream: TextIO) -> Callable[[str], object]:
             while left:
                 try:
                     left = left[os.write(descriptor, left) :]
-                except BlockingIOError:  # whoever shares the open file has made it so
+                except BlockingIOError:  # another user of the open file made it non-blocking
                     select.select([], [descriptor], [])
         except OSError:  # nobody will ever read it
             return
@@ -214,13 +214,13 @@ def _writer(stream: TextIO) -> Callable[[str], object]:
 
 @contextmanager
 def relayed(stream: TextIO | None = None) -> Iterator[int]:
-    """Passes on what other processes print; they never wait for a slow reader.
+    """Relays what other processes print; they never wait for a slow reader.
 
     Args:
-        stream: Where to; standard error by default.
+        stream: Where to write; standard error by default.
 
     Yields:
-        The descriptor they are to print to, for the time of the block.
+        The descriptor for them to print to, within the block.
     """
     ours, theirs = os.pipe()
     backlog = LogBacklog()
@@ -252,11 +252,11 @@ def configure(log_format: str, level: str, stream: TextIO | None = None) -> Call
 
     Args:
         log_format: ``"json"``, ``"console"`` or ``"auto"`` (console on a terminal).
-        level: Least level that is written, such as ``"info"``.
+        level: Lowest level that is written, such as ``"info"``.
         stream: Where to write; standard error by default.
 
     Returns:
-        What writes the remaining lines, within `FAREWELL_S`, and ends the thread.
+        A function that writes the remaining lines, within `FAREWELL_S`, and ends the thread.
     """
     target: TextIO = stream or sys.stderr
     shared: list[Any] = [
@@ -315,12 +315,12 @@ def _to_json(event: EventDict, default: Callable[[Any], Any]) -> str:
 
 @cache
 def _encoder(default: Callable[[Any], Any]) -> json.JSONEncoder:
-    """What `json.dumps` would make anew for every line."""
+    """A cached encoder; `json.dumps` would make a new one for every line."""
     return json.JSONEncoder(default=default)
 
 
 def _show_with(formatter: logging.Formatter, render: Callable[..., Any]) -> Callable[[Entry], str]:
-    """What makes a line of any entry: the same of a record and of a `Line` with the same fields."""
+    """Returns a function that formats any entry: a record and a `Line` with the same fields alike."""
 
     def show(entry: Entry) -> str:
         if isinstance(entry, logging.LogRecord):
@@ -338,8 +338,8 @@ class _Later:
     """Where `log_later` puts its lines.
 
     Attributes:
-        backlog: Of the writing thread; None while the log of the process is not set up.
-        level: Least level that is written.
+        backlog: The writing thread's; None while the log of the process is not set up.
+        level: Lowest level that is written.
     """
 
     backlog: LogBacklog | None = None
@@ -347,13 +347,13 @@ class _Later:
 
 
 def log_later(level: int, event: str, make: Callable[..., EventDict], *facts: object) -> None:
-    """Logs a line that the writing thread makes, for what is logged so often that making it counts.
+    """Logs a line that the writing thread formats, for events so frequent that formatting matters.
 
     Args:
-        level: Of the standard library, such as `logging.INFO`.
+        level: Level as in the standard library, such as `logging.INFO`.
         event: What happened.
         make: Makes the fields, in their order, on another thread.
-        facts: Its arguments; they must not change any more, and are kept until the line is written.
+        facts: Its arguments; they must not change afterwards, and are kept until the line is written.
     """
     backlog = _Later.backlog
     if backlog is None:

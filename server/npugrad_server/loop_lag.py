@@ -1,4 +1,4 @@
-"""How late the event loop runs what is due: as long as a callback holds it, every call waits."""
+"""How late the event loop runs what is due: while a callback blocks it, every call waits."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _MOST_OBSERVED = 256
 
 
 class LoopLag:
-    """A histogram of it, for the page of metrics.
+    """A histogram of the event loop's lag, for the metrics page.
 
-    It samples twenty times a second, so that calls cost nothing more; what holds the loop for longer than
-    that is always seen. So is the time in which other processes have the processor.
+    It samples 20 times a second, so that calls cost nothing more; whatever blocks the loop for longer than
+    the sampling period is always seen. So is time during which other processes have the processor.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        """Shows it from now on; nothing is measured before `watch`."""
+        """Registers the histogram; nothing is measured before `watch`."""
         self._lag = HistogramTally(
             "npugrad_loop_lag_seconds",
             "How late the event loop ran a timer that was due, sampled 20 times a second.",
@@ -33,7 +33,7 @@ class LoopLag:
         )
 
     async def watch(self) -> None:
-        """Measures the running loop until it is cancelled."""
+        """Measures the running loop until cancelled."""
         loop, observed = asyncio.get_running_loop(), self._lag.observed
         while True:
             due_s = loop.time() + _PERIOD_S

@@ -1,4 +1,4 @@
-"""What this process may use of its host: processors and memory, cut by the limits of its control groups."""
+"""The processors and memory that this process may use, within the limits of its control groups."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _ROOT = Path("/")
 
 
 def cpu_count(root: Path = _ROOT) -> int:
-    """Processors this process may use: its affinity, cut by the least quota of its control groups.
+    """Number of processors this process may use: its affinity or the lowest quota of its control groups.
 
     Args:
         root: Root of the file system; another one in tests.
 
     Returns:
-        A number of processors, at least 1.
+        The smaller of the two, rounded, at least 1.
     """
     counts = [float(len(os.sched_getaffinity(0)))]
     for group in _groups(root, "cpu"):
@@ -27,14 +27,14 @@ def cpu_count(root: Path = _ROOT) -> int:
             *_words(group / "cpu.cfs_quota_us"),
             *_words(group / "cpu.cfs_period_us"),
         ]
-        # The quota is "max", or -1 in the first version, where there is none.
+        # Without a quota, this is "max", or -1 in version 1.
         if len(words) == 2 and all(word.isdigit() for word in words) and int(words[1]) > 0:
             counts.append(int(words[0]) / int(words[1]))
     return max(1, round(min(counts)))
 
 
 def memory_bytes(root: Path = _ROOT) -> int:
-    """Bytes of memory that this process may use: the host's, or the least limit of its control groups.
+    """Bytes of memory this process may use: the host's, or the lowest limit of its control groups.
 
     Args:
         root: Root of the file system; another one in tests.
@@ -47,9 +47,9 @@ def memory_bytes(root: Path = _ROOT) -> int:
 
 
 def _groups(root: Path, controller: str) -> Iterator[Path]:
-    """Folders of the control groups this process is in, its own and those around it, of either version."""
+    """Folders of this process's control group and its ancestors, of either version."""
     base = root / "sys/fs/cgroup"
-    # A container sees its own group there, whatever path its host knows it by.
+    # A container sees its own group here, whatever its path on the host.
     yield base
     yield base / controller
     try:

@@ -26,19 +26,19 @@ if TYPE_CHECKING:
     from npugrad_server.collectors import PoolFigures
     from npugrad_server.pool import DeviceStatus, PlannedCall
 
-# From a tiny CPU call to beyond the run limit, three steps a decade.
+# From a tiny CPU call to beyond the run limit, three steps per decade.
 _SECONDS = (*(round(m * 10.0**e, 6) for e in range(-4, 2) for m in (1, 2.5, 5)), 100.0, 250.0, 500.0, 1000.0)
 _RATIOS = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0, 10.0)
 _MOST_OBSERVED = 256
-"""Times that wait to be counted in a histogram."""
+"""Observations that may wait before a histogram counts them."""
 _STAGES = tuple((stage, f"{stage}_s") for stage in ("queued", "copy_in", "run", "copy_out"))
-"""Stages and the fields of `ExecutionInfo` that have their seconds."""
+"""Stages, and the fields of `ExecutionInfo` with their seconds."""
 _OUTSIDE = frozenset(SERVER_STAGES) - {stage for stage, _ in _STAGES} - {"lost"}
 """Stages whose seconds are in no field of `ExecutionInfo`."""
 
 
 class Metrics(PoolObserver):
-    """Counters of one server, on a registry of their own.
+    """Counters of one server, on their own registry.
 
     Attributes:
         registry: What the page shows.
@@ -46,7 +46,7 @@ class Metrics(PoolObserver):
     """
 
     def __init__(self, version: str, product: str) -> None:
-        """Makes all counters.
+        """Creates all counters.
 
         Args:
             version: Version of the server.
@@ -218,7 +218,7 @@ class Metrics(PoolObserver):
             reason: ``"OK"`` or the row of the error table.
             device: Device that ran it; empty for none.
             seconds: Seconds since it arrived.
-            tenant: What metrics call its tenant.
+            tenant: Its tenant's name in metrics.
         """
         self._tenants.counts[tenant, reason] += 1
         self._active.values[(method,)] -= 1
@@ -233,14 +233,14 @@ class Metrics(PoolObserver):
         self._sent.counts[(operator,)] += sent
 
     def stages_passed(self, operator: str, device: str, marks: Sequence[Mark]) -> None:
-        """The stages of a successful call that `call_finished` does not tell of."""
+        """The stages of a successful call that `call_finished` does not report."""
         observed = self._stages.observed
         for (_, start_s), (stage, end_s) in pairwise(marks):
             if stage in _OUTSIDE:
                 observed.append(((operator, device, stage), end_s - start_s))
 
     def device_rejected(self, operator: str, code: int) -> None:
-        """A device refused what the validator had passed."""
+        """A device refused a call that the validator had passed."""
         self._rejected.labels(operator, str(code)).inc()
 
     # ------------------------------------------------------------------------- the pool's side
@@ -256,7 +256,7 @@ class Metrics(PoolObserver):
     def call_finished(
         self, planned: PlannedCall, reason: str, seconds: float, info: ExecutionInfo | None
     ) -> None:
-        """A call has its answer; the stages of a good one are kept."""
+        """A call was answered; if it succeeded, its stages are recorded."""
         if info is None:
             return
         run_s = info.copy_in_s + info.run_s + info.copy_out_s
@@ -273,7 +273,7 @@ class Metrics(PoolObserver):
             self._stages.count()
 
     def call_requeued(self, planned: PlannedCall, device: str) -> None:
-        """The worker of a device died under a call."""
+        """The worker of a device died under a call, which will run again."""
         self._rerun.labels(device).inc()
 
     def call_redirected(self, planned: PlannedCall, device: str, reason: str) -> None:
@@ -281,11 +281,11 @@ class Metrics(PoolObserver):
         self._redirected.labels(device, reason).inc()
 
     def workspace_asked(self, device: str, answer: str) -> None:
-        """A call needed more workspace than was set aside for it."""
+        """A call needed more workspace than was reserved for it."""
         self._workspaces.labels(device, answer).inc()
 
     def call_postponed(self, planned: PlannedCall, device: str) -> None:
-        """A call waits again, for want of room for its workspace."""
+        """A call was requeued because there was no memory for its workspace."""
         self._postponed.labels(device).inc()
 
     def worker_lost(self, device: str, reason: str) -> None:
@@ -297,11 +297,11 @@ class Metrics(PoolObserver):
         self._opened.labels(planned.plan.record.name).inc()
 
     def device_changed(self, status: DeviceStatus) -> None:
-        """A device went into another state."""
+        """A device changed its state."""
         self._transitions.labels(status.name, str(status.state)).inc()
 
     def canaries_run(self, device: str, result: str, count: int) -> None:
-        """A device has run canaries."""
+        """A device ran canaries."""
         self._canaries.labels(device, result).inc(count)
 
     def results_compared(self, device: str, kind: str, result: str) -> None:
@@ -309,7 +309,7 @@ class Metrics(PoolObserver):
         self._compared.labels(device, kind, result).inc()
 
     def device_mismatched(self, device: str, operator: str) -> None:
-        """A device has computed wrongly."""
+        """A device computed a wrong result."""
         self._mismatches.labels(device, operator).inc()
 
     # ------------------------------------------------------------------------------- the page

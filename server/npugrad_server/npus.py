@@ -1,6 +1,6 @@
-"""The NPUs of this host, as a short-lived process finds them.
+"""Finds the NPUs of this host, with a short-lived process.
 
-The front process asks before it starts workers: how many there are, and which product they are.
+The front process runs it before it starts workers, to learn how many NPUs there are and of which product.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ PROBE_TIMEOUT_S = 60.0
 _MAX_WORDS = 500
 
 OP_INIT_MODE = "ACL_OP_INIT_MODE"
-"""Variable that tells torch_npu when to start CANN's graph engine and TBE: 0 at once, 1 when an operator of
-theirs is first called, 2 never. Nothing here calls one, so workers set it to `DEFAULT_OP_INIT_MODE`."""
+"""Variable that tells torch_npu when to start CANN's graph engine and TBE: 0 at once, 1 when one of their
+operators is first called, 2 never. Nothing here calls one, so workers set it to `DEFAULT_OP_INIT_MODE`."""
 DEFAULT_OP_INIT_MODE = "1"
 _TBE_MODULES = {
     "absl": "absl-py",
@@ -39,20 +39,21 @@ _TBE_MODULES = {
     "sympy": "sympy",
     "yaml": "PyYAML",
 }
-"""What TBE imports, as CANN's installation guide lists it: module to package."""
+"""What TBE imports according to CANN's installation guide: module to package."""
 
 
 @dataclass(frozen=True)
 class NpuReport:
-    """What was found.
+    """The NPUs that were found, and any problems.
 
     Attributes:
-        count: Devices that can be used; 0 when anything is wrong with CANN or the driver.
-        soc: Name of the chip; empty when unknown.
-        cann: Version of CANN; empty when unknown.
-        simulated: Whether CANN is the simulation of the tests.
+        count: Number of usable devices; 0 if anything is wrong with CANN or the driver.
+        soc: Name of the chip; empty if unknown.
+        cann: Version of CANN; empty if unknown.
+        simulated: Whether CANN is the tests' simulation.
         problems: What is missing, each with what was tried.
-        device_nodes: The driver's device files; with them this is a host with NPUs, whatever the problems.
+        device_nodes: The driver's device files; if there are any, this is a host with NPUs, whatever the
+            problems.
     """
 
     count: int = 0
@@ -64,23 +65,23 @@ class NpuReport:
 
     @property
     def usable_count(self) -> int | None:
-        """Devices that can be used; None when none can, for what `problems` say."""
+        """Number of usable devices; None if `problems` rule out all of them."""
         return None if self.problems else self.count
 
 
 def find_npus(timeout_s: float = PROBE_TIMEOUT_S, device_folder: Path = Path("/dev")) -> NpuReport:
-    """Looks for NPUs in a process of its own.
+    """Looks for NPUs in a separate process.
 
-    The driver's device files are looked up here: also where that process hangs or crashes, a host with NPUs
-    must not be taken for one without.
+    The driver's device files are looked up in this process: even if the other one hangs or crashes, a host
+    with NPUs must not be taken for one without.
 
     Args:
-        timeout_s: Seconds until it counts as hung.
-        device_folder: Where the driver's device files lie.
+        timeout_s: Seconds until the other process counts as hung.
+        device_folder: Folder of the driver's device files.
     """
     nodes = device_nodes(device_folder)
     command = [sys.executable, "-m", "npugrad_server.backends.npu.probe"]
-    # Memory and not pipes, which a process that a vendor library forks would keep open.
+    # In-memory files, not pipes: a process forked by a vendor library would keep pipes open.
     with open(os.memfd_create("answer"), "w+b") as answer, open(os.memfd_create("words"), "w+b") as said:
         try:
             done = subprocess.run(command, stdout=answer, stderr=said, timeout=timeout_s, check=False)
@@ -122,12 +123,12 @@ def op_init_mode(environment: Mapping[str, str] = os.environ) -> str:
 
 
 def op_init_problem(environment: Mapping[str, str] = os.environ) -> str:
-    """Packages that the graph engine and TBE lack to start with torch_npu; empty when it is not to start.
+    """What the graph engine and TBE lack to start with torch_npu; empty if nothing, or if they are not to.
 
-    torch_npu then fails with 500001 and hardly a reason.
+    Without them, torch_npu fails with 500001 and hardly a reason.
     """
     mode = op_init_mode(environment)
-    number = re.match(r"\s*([+-]?\d+)", mode)  # torch_npu takes what is no number for 0
+    number = re.match(r"\s*([+-]?\d+)", mode)  # torch_npu treats a non-number as 0
     missing = [package for module, package in _TBE_MODULES.items() if not _is_there(module)]
     if not missing or (number is not None and int(number[1]) != 0):
         return ""
@@ -140,5 +141,5 @@ def op_init_problem(environment: Mapping[str, str] = os.environ) -> str:
 def _is_there(module: str) -> bool:
     try:
         return find_spec(module) is not None
-    except (ImportError, ValueError):  # the package that it would be in is missing, or half imported
+    except (ImportError, ValueError):  # its parent package is missing, or half imported
         return False

@@ -1,7 +1,7 @@
 """The pages of the metrics port: ``/metrics`` for Prometheus, ``/livez`` and ``/readyz`` for HTTP probes.
 
-A probe page answers 200, or 503 with one line that says why. Threads serve the pages, but each of them asks
-the event loop: a server whose loop hangs fails its probes, whatever its threads still do.
+A probe page answers 200, or 503 with one line that says why. Threads serve the pages, but each page queries
+the event loop: a server whose loop hangs fails its probes, even if its threads still run.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ if TYPE_CHECKING:
 
 LIVEZ, READYZ = "/livez", "/readyz"
 PROBE_TIMEOUT_S = 2.0
-"""Seconds a probe waits for the event loop. Less than a prober waits, so that it is told why."""
+"""Seconds a probe waits for the event loop: less than a prober waits, so that it learns the reason."""
 _CALLER_TIMEOUT_S = 10.0
 """Seconds a caller may leave its connection idle before it is closed."""
 _MAX_CALLERS = 64
-"""Callers that are answered at once; more are turned away, so that they cannot take all memory and files."""
+"""Callers served at once; more are turned away, so that they cannot exhaust memory and files."""
 _TEXT = ("Content-Type", "text/plain; charset=utf-8")
 
 
 class Condition(Protocol):
-    """The state of the server that probes ask for."""
+    """The server state that probes report."""
 
     @property
     def is_serving(self) -> bool:
@@ -48,17 +48,17 @@ class Condition(Protocol):
 
     @property
     def is_draining(self) -> bool:
-        """Whether the server is about to end."""
+        """Whether the server is shutting down."""
         ...
 
     @property
     def is_alive(self) -> bool:
-        """Whether a restart would not help."""
+        """Whether the server needs no restart."""
         ...
 
 
 class Pages:
-    """What the metrics port shows.
+    """The pages of the metrics port.
 
     Thread safety: made and changed on the event loop, called as a WSGI application from any thread.
     """
@@ -66,12 +66,12 @@ class Pages:
     def __init__(
         self, registry: CollectorRegistry, loop: asyncio.AbstractEventLoop, timeout_s: float = PROBE_TIMEOUT_S
     ) -> None:
-        """Shows a server that is alive and not ready.
+        """Starts as alive and not ready.
 
         Args:
             registry: What ``/metrics`` shows.
             loop: The server's event loop.
-            timeout_s: Seconds a probe waits for it.
+            timeout_s: Seconds a probe waits for the loop.
         """
         self._loop, self._timeout_s = loop, timeout_s
         self._state: tuple[Condition, PoolFigures] | None = None
@@ -82,11 +82,11 @@ class Pages:
         }
 
     def show_state(self, condition: Condition, pool: PoolFigures) -> None:
-        """Answers probes by the state of the server from now on."""
+        """From now on, answers probes by the state of the server."""
         self._state = condition, pool
 
     def __call__(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
-        """Answers GET and HEAD of a page that there is."""
+        """Answers GET and HEAD requests for the pages."""
         method, page = environ["REQUEST_METHOD"], self._pages.get(environ["PATH_INFO"])
         if page is None:
             return _say(start_response, "404 Not Found", f"the pages are {', '.join(self._pages)}")
@@ -127,13 +127,13 @@ def serve_pages(pages: Pages, address: Address) -> tuple[Address, Callable[[], N
 
     Args:
         pages: What to show.
-        address: Where; port 0 takes a free one.
+        address: Where to listen; port 0 takes a free one.
 
     Returns:
-        The bound address, and what ends the pages.
+        The bound address, and a function that stops serving.
 
     Raises:
-        AddressError: The address cannot be taken.
+        AddressError: The address cannot be bound.
     """
     try:
         server = _Server(address)
@@ -154,8 +154,8 @@ def serve_pages(pages: Pages, address: Address) -> tuple[Address, Callable[[], N
 class _Handler(WSGIRequestHandler):
     timeout = _CALLER_TIMEOUT_S
 
-    def log_message(self, format: str, *args: Any) -> None:  # the name is the library's
-        """Nothing: a probe every few seconds is no event."""
+    def log_message(self, format: str, *args: Any) -> None:  # the library chose the name
+        """Logs nothing: a probe every few seconds is not an event."""
 
 
 class _Server(ThreadingMixIn, WSGIServer):
@@ -174,7 +174,7 @@ class _Server(ThreadingMixIn, WSGIServer):
         try:
             return super().get_request()
         except OSError:
-            time.sleep(0.1)  # out of files: the caller waits on, and asking again at once would take a core
+            time.sleep(0.1)  # out of files: the caller still waits, and retrying at once would use up a core
             raise
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -194,7 +194,7 @@ class _Server(ThreadingMixIn, WSGIServer):
             self._room.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Callers that break off or say nothing; the library would print a traceback."""
+        """Logs callers that disconnect or stay silent; the library would print a traceback."""
         get_logger().debug("metrics caller", peer=str(client_address), error=repr(sys.exc_info()[1]))
 
 
@@ -204,5 +204,5 @@ def _say(respond: StartResponse, status: str, text: str, *headers: tuple[str, st
 
 
 def _devices(pool: PoolFigures) -> str:
-    """Every device's state, and the reason for it where there is one."""
+    """Every device's state, and its reason if there is one."""
     return "; ".join(f"{d.name} {d.state}" + (f", {d.reason}" if d.reason else "") for d in pool.devices())

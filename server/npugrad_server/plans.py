@@ -1,10 +1,11 @@
-"""From a serialized request to a call that the pool takes: recognised by its signature, or else decoded.
+"""Turns a serialized request into a call for the pool: recognised by its signature, or else decoded.
 
     signature -> known plan -> the call
-    decode -> validate -> check contents -> plan, which is kept where later calls may meet it again
+    decode -> validate -> check contents -> plan, which is cached if later calls may reuse it
 
-Wire integrity comes first, then the documented constraints, then the lengths of contents. All three follow
-from the signature, and so does what is known of a call that was legal; of one that was not, nothing is kept.
+Wire integrity is checked first, then the documented constraints, then the lengths of contents. All three
+depend on the signature alone, and so does everything that is known about a legal call; nothing is kept of an
+illegal one.
 """
 
 from __future__ import annotations
@@ -37,30 +38,31 @@ if TYPE_CHECKING:
     from npugrad_server.pool.tenant import Tenant
 
 CACHE_BYTES = 32 * 2**20
-"""What plans may take together, as it is estimated."""
+"""Estimated memory that all plans together may take."""
 INLINE_REPLY_BYTES = 256 * 1024
-"""Results below this length travel in the header of a streamed reply, the others in chunks after it. The
-header so stays below gRPC's default message limit of 4 MiB, which other clients may have."""
+"""Results below this length travel in the header of a streamed reply, the others in chunks after it. This
+keeps the header below gRPC's default message limit of 4 MiB, which other clients may have."""
 _PLAN_BYTES = 8 * 1024
-"""With what grows with the key, more than a plan takes: measured are 6 to 10 KiB for keys of 100 to 260
-bytes, demand, line of the log and template of the reply included."""
+"""Together with what grows with the key, more than a plan takes: 6 to 10 KiB were measured for keys of 100 to
+260 bytes, including the demand, the log line and the reply template."""
 _BYTES_PER_KEY_BYTE = 24
-"""What a byte of a key may become: two are an integer of an array, with its place in a tuple."""
+"""What a byte of a key may become: two bytes may be an integer of an array, with its place in a tuple."""
 
 
 @dataclass(eq=False)
 class Known:
-    """What is known of every request of one signature.
+    """What all requests of one signature have in common.
 
     Attributes:
-        plan: What the pool makes of it.
+        plan: The pool's plan.
         announced: Content length of each operand that comes in chunks.
         drawn: What the recipes draw, and for which tensors.
-        content_bytes: Length of all contents that travel.
-        reply_bytes: Length of all contents of its reply.
-        reply: Template of a reply, or of that in the header of a streamed one, once the call came twice.
+        content_bytes: Length of all contents that are sent.
+        reply_bytes: Length of all contents of the reply.
+        reply: Template of the reply, or of that in the header of a streamed one, once the call has come
+            twice.
         carried: Names of the outputs in it.
-        follow: Parameter index and name of those that come in chunks after it.
+        follow: Parameter index and name of the outputs sent in chunks after it.
     """
 
     plan: CallPlan
@@ -74,7 +76,7 @@ class Known:
 
     @classmethod
     def of(cls, wire: WireCall, outputs: Mapping[str, TensorMeta | None], *, is_kept: bool) -> Known:
-        """What is known of requests like one that was decoded and is legal, with these outputs."""
+        """Derives it from a legal decoded request and its outputs."""
         contents = wire.contents
         options = CallOptions(deterministic=wire.options.deterministic, verify=wire.options.verify)
         call, unused = set_aside(wire, outputs)
@@ -92,10 +94,10 @@ class Request(PlannedCall):
     """A call whose request is legal, and whose contents have the right lengths.
 
     Attributes:
-        known: What other requests of its signature have as well.
-        inline: Contents that came with it, by operand, of those that are used.
-        recipes: What makes the contents that came as recipes, by operand.
-        marks: When its stages ended, from its arrival on.
+        known: What it has in common with other requests of its signature.
+        inline: Contents that came with it and are used, by operand.
+        recipes: Recipes of the contents that came as such, by operand.
+        marks: When its stages ended, starting with its arrival.
     """
 
     known: Known
@@ -113,7 +115,7 @@ class Request(PlannedCall):
         marks: list[Mark],
         tenant: Tenant,
     ) -> Request:
-        """One that was decoded."""
+        """Creates a request from a decoded one."""
         contents, unused = wire.contents, known.plan.unused
         used = {name: content for name, content in contents.items() if name not in unused}
         inline = {name: content.data for name, content in used.items() if content.data is not None}
@@ -124,14 +126,14 @@ class Request(PlannedCall):
 
 
 class Planner:
-    """Plans calls, and remembers the plans.
+    """Plans calls, and caches the plans.
 
     Attributes:
-        product: Product the calls are validated for; plans for another one are not used any more.
+        product: Product the calls are validated for; plans for another one are no longer used.
     """
 
     def __init__(self, product: Product, registry: Registry) -> None:
-        """Knows no plan yet.
+        """Starts with an empty cache.
 
         Args:
             product: Product the server serves.
@@ -148,7 +150,7 @@ class Planner:
 
     @property
     def plans(self) -> int:
-        """How many plans are kept."""
+        """Number of cached plans."""
         return len(self._cache)
 
     def plan(
@@ -168,17 +170,17 @@ class Planner:
 
         Args:
             record: The operator.
-            data: What ends with the request; None where that is not known.
-            read: Gives the typed request, where that is needed; its errors are passed on.
-            start: Where the request begins.
+            data: Bytes that end with the request; None if unknown.
+            read: Called for the typed request if it is needed; its errors propagate.
+            start: Where the request begins in `data`.
             request_id: Identifier for the log.
-            timeout_s: Seconds until the result is of no use; None for never.
+            timeout_s: Seconds until the result is useless; None for never.
             chunked: Whether contents may follow in chunks.
-            marks: When it arrived; its stages are added.
+            marks: Marks since its arrival; its stages are appended.
             tenant: Whose call it is.
 
         Raises:
-            MalformedTensor: Types, sizes or strides are not sane, or a content does not fit its tensor.
+            MalformedTensor: Types, sizes or strides are invalid, or a content does not fit its tensor.
             MalformedRequest: An attribute is missing or an option is out of range.
             OperatorError: 161001, 161002, 561002 or an unsupported operator: a constraint is broken.
             InvalidRecipe: RECIPE_INVALID.
@@ -210,7 +212,7 @@ class Planner:
     def _decode(
         self, record: OpRecord, message: Any, chunked: bool, marks: list[Mark]
     ) -> tuple[WireCall, Mapping[str, TensorMeta | None]]:
-        """A legal request and its outputs; errors as in `plan`."""
+        """Decodes and validates a request; returns it with its outputs. Errors as in `plan`."""
         wire = decode_request(record, message, self.product)
         marks.append(("decode", time.monotonic()))
         verdict = validate_call(record, wire.call)
@@ -228,7 +230,7 @@ class Planner:
         marks: list[Mark],
         tenant: Tenant,
     ) -> Request | None:
-        """A request whose signature is known; None where what is not in it is not legal."""
+        """A request with a known signature; None if something outside the signature is not legal."""
         plan, inline, recipes = known.plan, {}, {}
         for name, parts in taken.items():
             if "data" in parts:
@@ -260,21 +262,21 @@ class Planner:
 
 
 def set_aside(wire: WireCall, outputs: Mapping[str, TensorMeta | None]) -> tuple[CallMeta, frozenset[str]]:
-    """Finds the operands on whose values no wanted result depends: their contents need not be kept.
+    """Finds the operands whose values affect no wanted result: their contents need not be kept.
 
-    Those that come as recipes are made all the same: their digest is part of the contract.
+    Operands that come as recipes are made anyway: their digest is part of the contract.
 
     Args:
         wire: A legal call whose contents fit it.
         outputs: Its outputs, None for masked-out ones.
 
     Returns:
-        The call with these operands contiguous, their axes in the order of the formula, and their names.
+        The call with these operands contiguous and their axes in the order of the formula, and their names.
     """
     record, call = wire.record, wire.call
     made = {name for name, content in wire.contents.items() if content.recipe is not None}
     unused = record.unused(call) - made
-    is_run = any(meta is not None for meta in outputs.values())  # else nobody looks at its operands
+    is_run = any(meta is not None for meta in outputs.values())  # else its operands are never read
     ordered = record.ordered(call) if unused and is_run else call
     return call.with_inputs(**{name: ordered.tensor(name).contiguous() for name in unused}), unused
 
@@ -286,7 +288,7 @@ def _recipe(draw: Draw, meta: TensorMeta, given: Mapping[str, Any]) -> Recipe:
 def _options(shared: CallOptions, given: Mapping[str, Any]) -> CallOptions | None:
     """Options with the label and the priority of one request; None if they are not legal."""
     label, priority = given.get("label", b""), given.get("priority", 0)
-    if len(label) > MAX_LABEL:  # which nobody should have to remember
+    if len(label) > MAX_LABEL:  # too long to cache
         return None
     return _completed(shared.deterministic, shared.verify, bytes(label), priority)
 

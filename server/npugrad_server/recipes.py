@@ -1,4 +1,4 @@
-"""Makes the contents of operands that came as recipes, on threads beside the event loop."""
+"""Makes the contents of operands that came as recipes, on threads other than the event loop's."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ if TYPE_CHECKING:
     from npugrad_server.pool import Ticket
 
 PIECE_BYTES = 4 * 2**20
-"""What a thread makes before it looks whether anybody still waits; some milliseconds."""
+"""Bytes a thread makes, in some milliseconds, between checks whether the call was abandoned."""
 _MAX_THREADS = 4
 
 
 class Maker:
     """Threads that write recipes into the input arena.
 
-    NumPy gives the interpreter's lock up inside each of its operations on a tile, so the loop goes on
-    meanwhile. Only the memory that the call has reserved is written, and some hundred kilobytes of a thread's
-    own.
+    NumPy releases the interpreter lock inside each of its operations on a tile, so the event loop keeps
+    running. Only the memory that the call has reserved is written, plus some hundred kilobytes per thread.
     """
 
     def __init__(self) -> None:
@@ -34,14 +33,14 @@ class Maker:
         self._threads = ThreadPoolExecutor(min(_MAX_THREADS, cpu_count()), thread_name_prefix="recipe")
 
     async def write(self, ticket: Ticket, recipes: Mapping[str, Recipe]) -> None:
-        """Writes what recipes make.
+        """Generates contents from recipes and writes them.
 
         Args:
-            ticket: The call, not started.
+            ticket: The call, not yet started.
             recipes: Recipe of each operand that has one.
 
         Raises:
-            RecipeMismatch: RECIPE_MISMATCH. A content has another digest than the caller expects.
+            RecipeMismatch: RECIPE_MISMATCH. A content's digest differs from the one that the caller expects.
         """
         for name, recipe in recipes.items():
             await self._write(ticket, name, recipe)
@@ -68,7 +67,7 @@ class Maker:
 
 
 async def _to_its_end(work: asyncio.Future[None]) -> None:
-    """Waits for a thread even when cancelled: the memory it writes may be another call's afterwards."""
+    """Waits for a thread even if cancelled: the memory that it writes may go to another call afterwards."""
     try:
         await asyncio.shield(work)
     except asyncio.CancelledError:

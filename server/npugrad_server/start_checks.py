@@ -1,4 +1,4 @@
-"""What a start needs, looked at before it: settings of the pool, free ports, memory, devices that open."""
+"""Checks what a start needs: settings of the pool, free ports, memory, devices that open."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from npugrad_server.config import ServerSettings
 
 READY_MARGIN_S = 5.0
-"""Seconds beyond `PoolSettings.start_limit_s` in which the pool says what became of a device."""
+"""Seconds beyond `PoolSettings.start_limit_s` within which the pool reports the outcome of a device."""
 
 
 class StartError(Exception):
     """The server cannot start.
 
     Attributes:
-        problems: One line for each thing that is missing.
+        problems: One line for each missing thing.
     """
 
     def __init__(self, *problems: str) -> None:
@@ -39,7 +39,7 @@ class StartError(Exception):
 
 
 def npu_report(settings: ServerSettings) -> NpuReport:
-    """The NPUs of this host, looked for only where the settings can mean them; it takes a moment."""
+    """The NPUs of this host, probed only if the settings may refer to them; takes a moment."""
     return find_npus() if devices.may_need_npus(settings.devices) else NpuReport()
 
 
@@ -85,11 +85,11 @@ def pool_settings(settings: ServerSettings, report: NpuReport) -> PoolSettings:
 
 
 def tracing_problem(settings: ServerSettings) -> str:
-    """What is missing for traces, where they are wanted; empty for nothing."""
+    """What tracing lacks; empty if nothing, or if it is off."""
     try:
         if not settings.is_tracing or find_spec("opentelemetry.exporter.otlp.proto.grpc"):
             return ""
-    except ModuleNotFoundError:  # of a package above it
+    except ModuleNotFoundError:  # a parent package is missing
         pass
     name = "trace_ratio" if settings.trace_ratio else "trust_trace_context"
     return f"{name}: found no OpenTelemetry; expected the extra otel: pip install 'npugrad[server,otel]'"
@@ -99,7 +99,7 @@ def live_tenants(settings: ServerSettings) -> LiveTenants:
     """The tenants of the settings.
 
     Raises:
-        TenantsError: Their file cannot be used, or nobody could be verified to be one of them.
+        TenantsError: Their file cannot be used, or callers' identities cannot be verified.
     """
     tenants = LiveTenants(settings.tenants)
     if (tenants.table.listed or tenants.table.gateways) and settings.tls != "mutual":
@@ -119,11 +119,11 @@ def _resolved(text: str, report: NpuReport) -> tuple[str, ...]:
     """The devices of a list.
 
     Raises:
-        StartError: They cannot be served, with all that is wrong with the NPUs.
+        StartError: They cannot be served; lists everything that is wrong with the NPUs.
     """
     problems = tuple(f"npu: {problem}" for problem in report.problems)
     if text.strip() == devices.AUTO and problems and report.device_nodes:
-        # A CPU would answer in their place, and nobody would notice.
+        # Otherwise a CPU would answer in their place, unnoticed.
         raise StartError("devices: auto found NPUs that cannot be used; name cpu:0 to do without", *problems)
     try:
         names = devices.resolve(text, report.usable_count)
@@ -135,10 +135,10 @@ def _resolved(text: str, report: NpuReport) -> tuple[str, ...]:
 
 
 def _product(wanted: Product | None, names: tuple[str, ...], report: NpuReport) -> Product:
-    """The product that is served: that of the NPUs, which the setting may only confirm.
+    """The product to serve: the NPUs' own, which the setting can only confirm.
 
     Raises:
-        StartError: They contradict each other, or the chip is of no product with documents.
+        StartError: They contradict each other, or the chip belongs to no documented product.
     """
     if not names[0].startswith("npu:"):
         return wanted or Product.ATLAS_A2
@@ -155,12 +155,12 @@ def _product(wanted: Product | None, names: tuple[str, ...], report: NpuReport) 
 
 @dataclass(frozen=True)
 class StartFinding:
-    """What `check` saw.
+    """One finding of `check`.
 
     Attributes:
-        ok: Whether it is as a start needs it.
-        text: What it is, for a person.
-        optional: Whether a start does without it.
+        ok: Whether it lets a server start.
+        text: Description for a person.
+        optional: Whether a server can start without it.
     """
 
     ok: bool
@@ -169,12 +169,12 @@ class StartFinding:
 
     @property
     def label(self) -> str:
-        """``"ok"``, ``"FAIL"``, or ``"note"`` for what a start does without."""
+        """``"ok"``, ``"FAIL"``, or ``"note"`` if a server can start without it."""
         return "note" if self.optional else "ok" if self.ok else "FAIL"
 
 
 async def check(settings: ServerSettings) -> list[StartFinding]:
-    """Does all that a start does short of taking the ports: everything that is missing, at once."""
+    """Does everything a start does except binding the ports; reports all problems at once."""
     findings = [*_tls(settings), *_tenants(settings), _free("gRPC", settings.listen_address)]
     if settings.metrics_address is not None:
         findings.append(_free("metrics", settings.metrics_address))
@@ -182,7 +182,7 @@ async def check(settings: ServerSettings) -> list[StartFinding]:
         findings.append(StartFinding(False, problem))
     report = npu_report(settings)
     try:
-        # A device that does not open is reported at once, not after all the tries of a running server.
+        # A device that does not open is reported at once, without the retries of a running server.
         made = replace(pool_settings(settings, report), max_respawns=0)
     except StartError as error:
         return findings + [StartFinding(False, problem) for problem in error.problems]
@@ -193,7 +193,7 @@ async def check(settings: ServerSettings) -> list[StartFinding]:
             if problem
         ]
     else:
-        # With auto it is fine to have none, but whoever expected one wants to know why.
+        # With auto, having none is fine, but a user who expected one wants to know why.
         findings += [StartFinding(True, f"npu: {problem}", optional=True) for problem in report.problems]
     return findings + await _try_devices(made)
 
@@ -243,7 +243,7 @@ async def _try_devices(settings: PoolSettings) -> list[StartFinding]:
     try:
         await pool.wait_ready(ready_timeout_s(settings))
     except NpugradError:
-        pass  # what each device says tells more
+        pass  # the devices' own reasons say more
     finally:
         found, missing = pool.devices(), _missing_operators(pool, settings.product)
         await pool.close()
@@ -261,7 +261,7 @@ async def _try_devices(settings: PoolSettings) -> list[StartFinding]:
 
 
 def _missing_operators(pool: DevicePool, product: Product) -> list[StartFinding]:
-    """Operators of the product that no device can run: there are others, or no device would be ready."""
+    """Operators of the product that no device can run: never all of them, or no device would be ready."""
     known = [name for name, record in OPERATORS.items() if product in record.products]
     return [
         StartFinding(True, f"no {name}: {reason}") for name in known if (reason := pool.unavailable(name))

@@ -1,10 +1,10 @@
-"""What is counted for every call, as plain numbers that become Prometheus metrics when somebody looks.
+"""Per-call counts as plain numbers, which become Prometheus metrics at each scrape.
 
-The metrics of prometheus_client cost a lock, a look-up and a dozen frames each time, which adds up where
-there are many for every call. What these show is the same.
+Each update of a prometheus_client metric costs a lock, a look-up and a dozen frames, which adds up with many
+updates per call. The classes here show the same metrics.
 
-Thread safety: added to on one thread, the event loop's; collected on any. A page may so show a call in one
-family and not yet in another one.
+Thread safety: updated on one thread, the event loop's; collected on any. A page may therefore show a call in
+one family and not yet in another.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
 Labels: TypeAlias = "tuple[str, ...]"
-"""Values of the labels of a metric, in their order."""
+"""Label values of a metric, in order."""
 _T = TypeVar("_T")
 
 
 class Cells(dict[Labels, _T], Generic[_T]):
-    """A number, or some, for each combination of labels that was met; made when it is first asked for.
+    """One or more numbers for each combination of labels seen; created on first access.
 
     Attributes:
-        created_s: When each was made, in seconds since the epoch.
+        created_s: When each was created, in seconds since the epoch.
     """
 
     def __init__(self, make: Callable[[], _T]) -> None:
-        """Starts with none.
+        """Starts empty.
 
         Args:
-            make: Makes what a new combination starts with.
+            make: Makes the initial value of a new combination.
         """
         super().__init__()
         self.created_s: dict[Labels, float] = {}
         self._make = make
 
     def __missing__(self, labels: Labels) -> _T:
-        """A combination that is met for the first time."""
+        """Creates the value of a new combination."""
         self.created_s[labels] = time.time()
         self[labels] = made = self._make()
         return made
@@ -57,31 +57,31 @@ class Cells(dict[Labels, _T], Generic[_T]):
 
 class _Tally(Collector):
     def __init__(self, name: str, text: str, labels: Sequence[str], registry: CollectorRegistry) -> None:
-        """Starts with none.
+        """Starts empty.
 
         Args:
-            name: Name of the metric, without what its kind appends.
-            text: What it tells.
+            name: Name of the metric, without the suffix of its kind.
+            text: Its help text.
             labels: Names of its labels.
-            registry: What shows it.
+            registry: The registry that shows it.
         """
         self._name, self._text, self._labels = name, text, tuple(labels)
         registry.register(self)
 
     def describe(self) -> Iterable[Metric]:
-        """The metric, whose names no other one may have."""
+        """The metric, so that no other can take its names."""
         return self.collect()
 
 
 class CounterTally(_Tally):
-    """Counts what only grows.
+    """A counter, which only grows.
 
     Attributes:
-        counts: By labels; add to them.
+        counts: Counts by labels; add to them.
     """
 
     def __init__(self, name: str, text: str, labels: Sequence[str], registry: CollectorRegistry) -> None:
-        """Starts with none; see `_Tally`."""
+        """Starts empty; see `_Tally`."""
         self.counts = Cells(float)
         super().__init__(name, text, labels, registry)
 
@@ -94,14 +94,14 @@ class CounterTally(_Tally):
 
 
 class GaugeTally(_Tally):
-    """Counts what comes and goes.
+    """A gauge, which goes up and down.
 
     Attributes:
-        values: By labels; add to them and take away.
+        values: Values by labels; add to them and subtract.
     """
 
     def __init__(self, name: str, text: str, labels: Sequence[str], registry: CollectorRegistry) -> None:
-        """Starts with none; see `_Tally`."""
+        """Starts empty; see `_Tally`."""
         self.values = Cells(float)
         super().__init__(name, text, labels, registry)
 
@@ -114,10 +114,10 @@ class GaugeTally(_Tally):
 
 
 class HistogramTally(_Tally):
-    """Counts how large something was.
+    """A histogram of observed amounts.
 
     Attributes:
-        observed: What was not counted yet, labels and how large: append to it.
+        observed: Labels and amounts not yet counted; append to it.
     """
 
     def __init__(
@@ -129,24 +129,24 @@ class HistogramTally(_Tally):
         *,
         buckets: Sequence[float],
     ) -> None:
-        """Starts with none; see `_Tally`.
+        """Starts empty; see `_Tally`.
 
         Args:
             name: Name of the metric.
-            text: What it tells.
+            text: Its help text.
             labels: Names of its labels.
-            registry: What shows it.
-            buckets: Upper bounds, in rising order; one without a bound follows.
+            registry: The registry that shows it.
+            buckets: Upper bounds, in ascending order; an unbounded bucket follows.
         """
         self._bounds = (*buckets, inf)
         self._names = [str(floatToGoString(bound)) for bound in self._bounds]  # type: ignore[no-untyped-call]
-        self._cells = Cells(lambda: [0.0] * (len(self._bounds) + 1))  # one of each bucket, then the sum
+        self._cells = Cells(lambda: [0.0] * (len(self._bounds) + 1))  # one per bucket, then the sum
         self.observed: deque[tuple[Labels, float]] = deque()
         self._lock = threading.Lock()
         super().__init__(name, text, labels, registry)
 
     def count(self) -> None:
-        """Counts what was observed. Somebody has to from time to time, also if nobody looks."""
+        """Counts the observations; to be called from time to time, even without scrapes."""
         with self._lock:
             while self.observed:
                 labels, amount = self.observed.popleft()

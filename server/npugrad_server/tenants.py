@@ -1,7 +1,7 @@
-"""The file of tenants: which identities are whose, and what each tenant may have.
+"""The tenants file: which identities belong to which tenant, and each tenant's limits.
 
-It is read whole, or not at all: one that is wrong somewhere changes nothing. What it says of a tenant holds
-for calls that arrive from then on, on connections that were there before, too.
+The file is applied as a whole or not at all: one with an error changes nothing. Changes apply to calls that
+arrive afterwards, also on existing connections.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 LOOK_INTERVAL_S = 1.0
-"""How often the file is looked at. One that changed is taken when it is the same at the next look, so that a
-file that is being written is not taken for a whole one."""
+"""How often the file is checked. A changed file is taken once it is the same at the next check, so that a
+half-written file is not taken for a whole one."""
 
 MAX_IDENTITY = 255
-"""Characters of an identity."""
+"""Longest identity, in characters."""
 Identity = Annotated[str, StringConstraints(pattern=r"^\S+$", max_length=MAX_IDENTITY)]
-"""A DNS name, in lower case, or ``spiffe://`` URI of a certificate, or what a gateway says in its header."""
+"""A DNS name in lower case or a ``spiffe://`` URI of a certificate, or what a gateway sends in its header."""
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
 
 
 class TenantsError(ValueError):
-    """The file of tenants cannot be used.
+    """The tenants file cannot be used.
 
     Attributes:
-        problems: One line for each thing that is wrong.
+        problems: One line per problem.
     """
 
     def __init__(self, *problems: str) -> None:
@@ -58,12 +58,13 @@ class TenantsError(ValueError):
 
 
 class TenantLimits(BaseModel):
-    """What a tenant may have at once.
+    """Limits of a tenant.
 
     Attributes:
-        max_priority: What higher priorities of its calls are lowered to.
-        max_queue_depth: Its calls that have not started, uploads included; None for no quota.
-        max_inflight_bytes: Operands and results of its calls, until the memory is given back; None likewise.
+        max_priority: Highest priority of its calls; higher ones are lowered to it.
+        max_queue_depth: Limit on calls that have not started, uploads included; None for no quota.
+        max_inflight_bytes: Limit on bytes of operands and results until their memory is given back; None for
+            no quota.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -74,7 +75,7 @@ class TenantLimits(BaseModel):
 
 
 class UnlistedTenants(TenantLimits):
-    """Callers in no entry: each identity, or address where there is none, is a tenant of weight 1.
+    """Callers in no entry: each identity, or address if there is none, is a tenant of weight 1.
 
     Attributes:
         refuse: Whether their calls are refused.
@@ -88,8 +89,8 @@ class TenantEntry(TenantLimits):
 
     Attributes:
         name: Its name in logs and metrics.
-        identities: Who its callers are.
-        weight: Its share of the devices' time, relative to those of others that have calls waiting.
+        identities: Identities of its callers.
+        weight: Its share of the devices' time, relative to other tenants that have calls waiting.
     """
 
     name: Name
@@ -101,8 +102,8 @@ class TenantsFile(BaseModel):
     """The whole file.
 
     Attributes:
-        gateways: Identities of gateways, which say in a header whose call it is.
-        unlisted: What holds for callers in no entry.
+        gateways: Identities of gateways, which name a call's tenant in a header.
+        unlisted: Rules for callers in no entry.
         tenant: The entries.
     """
 
@@ -126,19 +127,19 @@ class TenantsFile(BaseModel):
 
 
 class TenantTable:
-    """Who is which tenant, as one reading of the file has it.
+    """Maps callers to tenants, as of one reading of the file.
 
     Attributes:
         gateways: Identities of gateways.
         listed: Tenants by identity.
-        remembered: Those that were found before, by what tells a caller; see `rpc.identity`.
+        remembered: Tenants found before, by what identifies a caller; see `rpc.identity`.
     """
 
     def __init__(self, file: TenantsFile | None = None) -> None:
-        """Makes it.
+        """Builds the table.
 
         Args:
-            file: What the file holds; None where there is none, and every caller is in no entry.
+            file: Contents of the file; None if there is none, and every caller is in no entry.
         """
         self._unlisted = file.unlisted if file is not None else UnlistedTenants()
         self.gateways = frozenset(file.gateways if file is not None else ())
@@ -149,10 +150,10 @@ class TenantTable:
         self.remembered: dict[tuple[object, ...], Tenant] = {}
 
     def tenant(self, kind: str, *identities: str) -> Tenant:
-        """The tenant of a caller with identities that were verified: the first one that is listed decides.
+        """The tenant of a caller with verified identities: the first one that is listed decides.
 
         Args:
-            kind: What they are, which is part of the name of a tenant in no entry.
+            kind: Their kind, which is part of the name of a tenant in no entry.
             identities: At least one.
 
         Raises:
@@ -164,7 +165,7 @@ class TenantTable:
         return self.unlisted(f"{kind}:{identities[0]}")
 
     def unlisted(self, name: str) -> Tenant:
-        """The tenant of a caller in no entry; errors as of `tenant`."""
+        """The tenant of a caller in no entry; errors as in `tenant`."""
         if self._unlisted.refuse:
             raise TenantRefused(f"tenant: found {name}, which is in no entry; expected a listed identity")
         return _tenant(name, self._unlisted)
@@ -185,18 +186,18 @@ def read_tenants(path: str) -> TenantTable:
     """Reads the file.
 
     Raises:
-        TenantsError: It cannot be read, or something in it is wrong; all of it at once.
+        TenantsError: It cannot be read or is invalid; lists all problems.
     """
     return parse_tenants(path, _content(path))
 
 
 def parse_tenants(path: str, content: bytes) -> TenantTable:
-    """Makes the table of what the file holds; errors as of `read_tenants`."""
+    """Builds the table from the file's contents; errors as in `read_tenants`."""
     try:
         return TenantTable(TenantsFile.model_validate(tomllib.loads(content.decode())))
     except ValidationError as error:
         raise TenantsError(*_problems(path, error)) from None
-    except ValueError as error:  # no TOML, or no text
+    except ValueError as error:  # not TOML, or not text
         raise TenantsError(f"tenants: {path!r}: {error}") from None
 
 
@@ -217,25 +218,25 @@ def _problems(path: str, error: ValidationError) -> Iterator[str]:
 
 
 class LiveTenants:
-    """The table of tenants in use; a file that changes is read again.
+    """The current table of tenants; the file is read again when it changes.
 
-    The file's contents are compared, so that it does not matter how a change came about, by a rename, by the
-    swap of a symbolic link above it, as Kubernetes does it, or by writing into the file.
+    The file's contents are compared, so it does not matter how a change came about: by a rename, by swapping
+    a symbolic link above it, as Kubernetes does, or by writing into the file.
 
     Attributes:
         table: The one in use.
-        look_count: How often the file was looked at since the start.
+        look_count: Number of checks of the file since the start.
     """
 
     def __init__(self, path: str | None = None, look_interval_s: float = LOOK_INTERVAL_S) -> None:
         """Reads the file.
 
         Args:
-            path: The file; None for none, where every caller is in no entry.
-            look_interval_s: Seconds from one look at it to the next.
+            path: The file; None for none, so that every caller is in no entry.
+            look_interval_s: Seconds between two checks of the file.
 
         Raises:
-            TenantsError: It cannot be used.
+            TenantsError: The file cannot be used.
         """
         self._path, self._look_interval_s, self._log = path, look_interval_s, get_logger()
         self._content = b"" if path is None else _content(path)
@@ -244,7 +245,7 @@ class LiveTenants:
         self._told: tuple[str, ...] = ()
 
     async def watch(self) -> None:
-        """Looks at the file until it is cancelled."""
+        """Checks the file for changes until cancelled."""
         seen: bytes | TenantsError = self._content
         while self._path is not None:
             await asyncio.sleep(self._look_interval_s)
@@ -267,7 +268,7 @@ class LiveTenants:
         self._log.info("tenants swapped", tenants=names, gateways=sorted(table.gateways))
 
     def _keep(self, error: TenantsError) -> None:
-        """The file cannot be used: says so once, and goes on with the table there is."""
+        """Logs once that the file cannot be used, and keeps the current table."""
         if error.problems != self._told:
             self._told = error.problems
             self._log.warning("tenants kept", problems=list(error.problems))

@@ -1,4 +1,4 @@
-"""The certificates a server shows and asks for: files that are read and tried before they are used."""
+"""The server's certificate and its callers' authorities: files that are read and checked before use."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from npugrad_server.config import ServerSettings
 
 FileContents: TypeAlias = "dict[str, bytes | str]"
-"""What each file of the settings holds, by the name of its setting; or text, why it cannot be read."""
+"""Contents of each file by the name of its setting; or text that says why it cannot be read."""
 _NAMES = ("tls_certificate", "tls_key", "tls_client_ca")
 _BEGIN = b"-----BEGIN CERTIFICATE-----"
 
@@ -34,7 +34,7 @@ class TlsFilesError(ValueError):
 
 @dataclass(frozen=True)
 class CertificateFacts:
-    """What is told of a certificate.
+    """What logs and metrics show of a certificate.
 
     Attributes:
         name: The setting that names its file.
@@ -49,13 +49,13 @@ class CertificateFacts:
 
 @dataclass(frozen=True)
 class TlsFiles:
-    """What the files of the settings hold, in PEM, all of it tried.
+    """Contents of the files in the settings, in PEM, all checked.
 
     Attributes:
-        certificate: The server's certificate, and those that lead to its authority.
+        certificate: The server's certificate and its chain.
         key: Its private key.
-        client_ca: Authorities of the callers' certificates; None when callers need none.
-        facts: What is told of each certificate; the server's own is the first.
+        client_ca: Authorities of the callers' certificates; None if callers need none.
+        facts: Facts about each certificate; the server's own is the first.
     """
 
     certificate: bytes
@@ -65,18 +65,18 @@ class TlsFiles:
 
 
 def read_tls(settings: ServerSettings) -> TlsFiles | None:
-    """Reads and tries the files of the settings; None when TLS is off.
+    """Reads and checks the files of the settings; None if TLS is off.
 
     Raises:
-        TlsFilesError: Files cannot be read, hold something else or what is not valid, or do not belong
-            together; all at once.
+        TlsFilesError: Files cannot be read, have the wrong contents, are not valid, or do not belong
+            together; lists all problems.
     """
     contents = read_contents(settings)
     return try_contents(settings, contents) if contents else None
 
 
 def read_contents(settings: ServerSettings) -> FileContents:
-    """Reads the files of the settings as they are; none when TLS is off."""
+    """Reads the files of the settings without checking them; empty if TLS is off."""
     contents: FileContents = {}
     for name in _NAMES if settings.tls != "off" else ():
         path = getattr(settings, name)
@@ -89,10 +89,10 @@ def read_contents(settings: ServerSettings) -> FileContents:
 
 
 def try_contents(settings: ServerSettings, contents: FileContents) -> TlsFiles:
-    """Tries what was read.
+    """Checks the contents of the files.
 
     Raises:
-        TlsFilesError: As that of `read_tls`.
+        TlsFilesError: As in `read_tls`.
     """
     problems: list[str] = []
     found: dict[str, bytes] = {}
@@ -123,7 +123,7 @@ def try_contents(settings: ServerSettings, contents: FileContents) -> TlsFiles:
 
 
 def _certificates(name: str, path: str, content: bytes, problems: list[str]) -> Sequence[Certificate]:
-    from cryptography import x509  # in functions only: a server without TLS does without its 15 MiB
+    from cryptography import x509  # imported late: a server without TLS need not load its 15 MiB
 
     count = content.count(_BEGIN)
     try:
@@ -131,7 +131,7 @@ def _certificates(name: str, path: str, content: bytes, problems: list[str]) -> 
     except ValueError:
         problems.append(f"{name}: found no certificate in {path!r}; expected one in PEM")
         return ()
-    if len(found) < count:  # a block without its end is passed over
+    if len(found) < count:  # a block without an end is skipped
         problems.append(f"{name}: found {len(found)} whole certificates of {count} in {path!r}; expected all")
     return found
 
@@ -152,7 +152,7 @@ def _check_leaf(path: str, leaf: Certificate, now: datetime, problems: list[str]
         problems.append(f"{about} that is not valid before {start}; expected one that is valid now")
     try:
         usages = leaf.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
-    except x509.ExtensionNotFound:  # for any use
+    except x509.ExtensionNotFound:  # valid for any use
         return
     except ValueError as error:
         problems.append(f"{about} with extensions that cannot be read ({error}); expected one that can")
@@ -184,7 +184,7 @@ def _check_key(settings: ServerSettings, leaf: Certificate, content: bytes, prob
 def _check_authorities(
     path: str, authorities: Sequence[Certificate], now: datetime, problems: list[str]
 ) -> None:
-    """One that is valid is enough: a new authority stands beside the old one until that has expired."""
+    """One valid authority is enough: a new one is listed next to the old one until that expires."""
     if not any(one.not_valid_before_utc <= now <= one.not_valid_after_utc for one in authorities):
         last = max(one.not_valid_after_utc for one in authorities)
         problems.append(
@@ -194,5 +194,5 @@ def _check_authorities(
 
 
 def when(moment: datetime) -> str:
-    """A moment as messages tell it."""
+    """Formats a moment for messages."""
     return f"{moment:%Y-%m-%dT%H:%M:%SZ}"

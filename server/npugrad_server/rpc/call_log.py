@@ -1,4 +1,4 @@
-"""The log's line of a call; made on the thread that writes the log."""
+"""Builds the log line of a call, on the thread that writes the log."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def call_fields(
     marks: Sequence[Mark],
     span: tuple[str, str] | None,
 ) -> dict[str, Any]:
-    """What the log says of a call."""
+    """Fields of a call's log line."""
     *named, seconds = rpc
     line: dict[str, Any] = dict(zip(_RPC_FIELDS, named, strict=True))
     line["seconds"] = round(seconds, 6)
@@ -47,7 +47,7 @@ def call_fields(
 
 
 def error_fields(error: NpugradError) -> dict[str, Any]:
-    """What the log says of an error."""
+    """Fields of an error in a log line."""
     found: dict[str, Any] = {"error": str(error)}
     if isinstance(error, OperatorError):
         found |= {"code": error.code, "constraint": error.constraint}

@@ -1,4 +1,4 @@
-"""Certificates that live: files that change are read again, and new connections get what they hold."""
+"""Reloads certificate files when they change; new connections use the new certificates."""
 
 from __future__ import annotations
 
@@ -22,33 +22,32 @@ if TYPE_CHECKING:
     from npugrad_server.tls import FileContents, TlsFiles
 
 LOOK_INTERVAL_S = 1.0
-"""How often the files are looked at."""
+"""How often the files are checked."""
 _LEFT_ALONE = 0.25
-"""Part of that for which files that changed must stay the same, lest one that is being written be taken for a
-whole one; files that change at each look are taken nevertheless."""
+"""Fraction of that for which changed files must stay the same, so that a half-written file is not taken for a
+whole one; files that differ at every check are still taken."""
 
 
 class LiveCertificates(Collector):
-    """The certificates that handshakes use, and what is counted of them.
+    """The certificates that handshakes use, and their metrics.
 
     Attributes:
-        files: What is in use.
-        look_count: How often the files were looked at since the start.
+        files: The files in use.
+        look_count: Number of checks of the files since the start.
 
-    The files are read by a thread of asyncio's, each second as a whole: their contents are compared, so that
-    it does not matter how a change came about, by a rename, by the swap of a symbolic link above them, as
-    Kubernetes does it, or by writing into the files. What cannot be used is told in the log once, and what
-    was there stays in use.
+    An asyncio thread reads all files each second and compares their contents, so it does not matter how a
+    change came about: by a rename, by swapping a symbolic link above them, as Kubernetes does, or by writing
+    into the files. Unusable files are logged once, and the previous contents stay in use.
 
-    Threads: gRPC calls `fetch` at each handshake, on threads of its own and not on the event loop's.
+    Threads: gRPC calls `fetch` at each handshake, on its own threads and not on the event loop's.
     """
 
     def __init__(self, settings: ServerSettings, look_interval_s: float = LOOK_INTERVAL_S) -> None:
         """Reads the files.
 
         Args:
-            settings: Which files.
-            look_interval_s: Seconds from one look at them to the next.
+            settings: Settings that name the files.
+            look_interval_s: Seconds between two checks of the files.
 
         Raises:
             TlsFilesError: TLS cannot be served with them.
@@ -63,7 +62,7 @@ class LiveCertificates(Collector):
         self._handshake_count = self._swap_count = self._kept_count = 0
 
     def credentials(self) -> grpc.ServerCredentials:
-        """Credentials of a port."""
+        """Credentials for a port."""
         return grpc.dynamic_ssl_server_credentials(
             self._configuration,
             self.fetch,  # type: ignore[arg-type]  # None keeps what there is
@@ -71,7 +70,7 @@ class LiveCertificates(Collector):
         )
 
     def fetch(self) -> grpc.ServerCertificateConfiguration | None:
-        """What a handshake that begins is to use, where that is not what the last one used."""
+        """The configuration for a new handshake; None if it is the one that the last handshake used."""
         with self._lock:
             self._handshake_count += 1
             if self._given is self._configuration:
@@ -80,7 +79,7 @@ class LiveCertificates(Collector):
             return self._given
 
     async def watch(self) -> None:
-        """Looks at the files until it is cancelled."""
+        """Checks the files for changes until cancelled."""
         left_alone_s = self._look_interval_s * _LEFT_ALONE
         pause_s = self._look_interval_s
         while True:
@@ -113,11 +112,11 @@ class LiveCertificates(Collector):
         self._log.info("certificates swapped", **told(files))
 
     def describe(self) -> tuple[()]:
-        """Nothing that has to be known before."""
+        """Describes nothing in advance."""
         return ()
 
     def collect(self) -> Iterator[Metric]:
-        """When certificates expire, and what was counted."""
+        """Expiry times of the certificates, and the counters."""
         expiry = GaugeMetricFamily(
             "npugrad_tls_certificate_expiry_seconds",
             "When a certificate in use expires, as Unix time: the server's and those sent with it, and the "
@@ -141,7 +140,7 @@ class LiveCertificates(Collector):
 
 
 def told(files: TlsFiles) -> dict[str, str]:
-    """What the log says of certificates that are in use from now on."""
+    """Log fields of certificates that come into use."""
     own = files.facts[0]
     fields = {"serial": own.serial, "expires": when(own.expires)}
     authorities = [fact.serial for fact in files.facts if fact.name == "tls_client_ca"]

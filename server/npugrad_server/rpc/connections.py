@@ -1,8 +1,8 @@
-"""The end of a connection that gRPC does not end: found among this process's own sockets by its peer.
+"""Ends connections that gRPC cannot end, by finding them among this process's sockets by peer.
 
-gRPC lets a server end one RPC by a status, which waits behind whatever the client does not take, and a
-connection by its age. This is for the client that takes nothing: the kernel shuts its connection down, gRPC
-sees it closed, and gives up all that was to go over it.
+gRPC lets a server end an RPC with a status, which waits behind data that the client does not take, and a
+connection by its age. For a client that takes nothing, the kernel is asked to shut down the connection: gRPC
+sees it closed, and drops everything that was to be sent on it.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ _DESCRIPTORS = Path("/proc/self/fd")
 
 
 def end_connections(peers: Collection[str], port: int) -> int:
-    """Shuts down the TCP connections of some peers to a port of this process.
+    """Shuts down the TCP connections from some peers to a port of this process.
 
     Args:
-        peers: As gRPC names them, such as ``"ipv4:10.0.0.7:41234"`` or ``"ipv6:%5B::1%5D:41234"``; those of
+        peers: As gRPC names them, such as ``"ipv4:10.0.0.7:41234"`` or ``"ipv6:%5B::1%5D:41234"``; peers on
             Unix sockets have no names, and are left alone.
         port: The port that they are connected to.
 
     Returns:
-        How many were shut down.
+        Number of connections that were shut down.
     """
     wanted = {_address(peer) for peer in peers} - {None}
     return sum(_end(int(path.name), wanted, port) for path in _DESCRIPTORS.iterdir()) if wanted else 0
@@ -39,7 +39,7 @@ def _end(descriptor: int, wanted: Collection[tuple[str, int] | None], port: int)
     try:
         if not os.readlink(_DESCRIPTORS / str(descriptor)).startswith("socket:"):
             return False
-        # A copy: the number itself may stand for another socket by the time that it is shut down.
+        # A duplicate: by the time of the shutdown, the number itself may refer to another socket.
         with socket.socket(fileno=os.dup(descriptor)) as found:
             if found.family not in (socket.AF_INET, socket.AF_INET6) or found.getsockname()[1] != port:
                 return False
@@ -48,7 +48,7 @@ def _end(descriptor: int, wanted: Collection[tuple[str, int] | None], port: int)
                 return False
             found.shutdown(socket.SHUT_RDWR)
             return True
-    except OSError:  # closed meanwhile, no socket, or not connected
+    except OSError:  # closed meanwhile, not a socket, or not connected
         return False
 
 
@@ -59,6 +59,6 @@ def _address(peer: str) -> tuple[str, int] | None:
 
 
 def _plain(host: str) -> str:
-    """One way of writing an address: that of IPv4 where IPv6 carries one."""
+    """The canonical form of an address: IPv4 if it is an IPv4-mapped IPv6 address."""
     address = ipaddress.ip_address(host.partition("%")[0])
     return str(getattr(address, "ipv4_mapped", None) or address)

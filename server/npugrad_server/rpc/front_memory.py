@@ -1,20 +1,20 @@
-"""What callers make the front process hold outside of the arenas: counted, bounded, and given up in the end.
+"""Counts, bounds and eventually frees the front process's memory for callers, outside the arenas.
 
     arrive -> read the message -> arrived -> hold_reply -> run -> answered -> taken: release
 
-A message that is on its way counts as the largest one there may be, for nobody knows how much of it the
-transport has; once it is there it counts as what it is, until the call is answered. A reply counts from
-before its call runs until the transport took all of it, twice: gRPC sends a copy, and keeps the original
-beside it. There is room for all of that, or the call waits a moment (a message) or is refused (a reply).
+A message in transit counts as the largest one allowed, because nobody knows how much of it the transport has;
+once it has arrived, it counts at its size until the call is answered. A reply counts from before its call
+runs until the transport has taken all of it, and counts twice: gRPC sends a copy and keeps the original. If
+there is no room, a message waits a moment, and a call whose reply finds none is refused.
 
-What is true of grpc.aio, tried with 1.85: the batch of a unary reply completes, and with it the task of its
-RPC ends, when the last byte has passed flow control, or the stream ends. Until then nothing frees the reply:
-not cancelling the task, nor `abort`, nor returning; a status waits behind the bytes. Only the client can end
-the stream, or the end of its connection: a reply that is not taken in time costs the caller that. So does
-one of a stream that was given up with a frame on its way.
+How grpc.aio behaves, as tested with 1.85: the batch of a unary reply completes, and with it the task of its
+RPC, when the last byte has passed flow control or the stream ends. Until then nothing frees the reply: not
+cancelling the task, nor `abort`, nor returning; a status waits behind the bytes. Only the client, or the end
+of its connection, can end the stream: a caller that does not take a reply in time loses its connection. So
+does one whose stream was given up with a frame in transit.
 
-Who is slow gives way once 70 % are held, and one tenant has three quarters at most, so that others seldom
-find none.
+Slow callers give way once 70 % of the memory is in use, and one tenant gets at most three quarters, so that
+others seldom find none.
 """
 
 from __future__ import annotations
@@ -44,35 +44,35 @@ if TYPE_CHECKING:
 REPLY_COPIES = 2
 """The original in Python, and gRPC's copy."""
 _REPLY_OVERHEAD_BYTES = 16 * 1024
-"""More than what is around the contents of most replies, and what gRPC keeps of an RPC."""
+"""More than what surrounds the contents of most replies, plus what gRPC keeps of an RPC."""
 _PATIENCE_S = 8.0
-"""How long a message waits for room before its call is refused."""
+"""Seconds a message waits for room before its call is refused."""
 _PRESSED_MESSAGE_S, _PRESSED_REPLY_S = 2.0, 5.0
-"""Seconds that a caller has to send its message, or to take its reply, while memory is short."""
+"""Seconds a caller has to send its message, or to take its reply, while memory is short."""
 _FAREWELL_S, _PRESSED_FAREWELL_S = 5.0, 1.0
-"""Seconds that the status of a stream may wait behind a frame that is not taken."""
+"""Seconds the status of a stream may wait behind a frame that is not taken."""
 _PRESSED_FROM = 0.7
-"""Part of the memory from which on it is short."""
+"""Fraction of the memory in use from which on memory is short."""
 _TENANT_PART = 0.75
-"""Of the memory for one tenant, so that others find some."""
+"""Fraction of the memory that one tenant may have, so that others find some."""
 _MOVED_PART = 0.5
-"""Of the memory for results that left their device's arena unread: the other calls need some as well."""
+"""Fraction of the memory for results that left their device's arena unread: other calls need some as well."""
 _TICK_S = 0.5
 _RETRY_AFTER_S = 0.5
 _MOST_BYTES = 4 * 2**30
-"""No machine is so large that its callers should have more by default."""
+"""Upper limit of the default, however much memory the host has."""
 
 
 @dataclass(frozen=True)
 class FrontLimits:
-    """What the front process may hold.
+    """Limits of the front process.
 
     Attributes:
-        memory_bytes: Messages and replies together.
-        message_bytes: The largest message there may be.
+        memory_bytes: Bytes of messages and replies together.
+        message_bytes: Bytes of the largest message.
         calls: RPCs at once.
-        upload_timeout_s: Seconds that a message may take to come.
-        reply_timeout_s: Seconds that a reply may take to be taken.
+        upload_timeout_s: Seconds for a message to arrive.
+        reply_timeout_s: Seconds for a reply to be taken.
     """
 
     memory_bytes: int = 2**63
@@ -83,7 +83,7 @@ class FrontLimits:
 
     @classmethod
     def of(cls, settings: ServerSettings) -> FrontLimits:
-        """Those of a server; the default for memory is a part of the machine's."""
+        """The limits of a server; the default for memory is a fraction of the host's."""
         largest = int(settings.max_message_bytes)
         sensible = max(min(memory_bytes() // 8, _MOST_BYTES), MESSAGES_PER_CALL * largest)
         return cls(
@@ -96,11 +96,11 @@ class FrontLimits:
 
     @property
     def call_bytes(self) -> int:
-        """What the largest unary call takes."""
+        """Memory that the largest unary call takes."""
         return MESSAGES_PER_CALL * self.message_bytes
 
     def incoming_bytes(self, *, is_streamed: bool) -> int:
-        """What a message counts as while it comes: of a stream a frame, whose header is small."""
+        """Bytes that a message in transit counts as; a stream's are frames, and its header is small."""
         return min(self.message_bytes, LEAST_MESSAGE_BYTES) if is_streamed else self.message_bytes
 
 
@@ -108,9 +108,9 @@ class Waiter(NamedTuple):
     """A message that found no room.
 
     Attributes:
-        call: Whose it is.
-        nbytes: What it needs.
-        since_s: When it came, on the monotonic clock.
+        call: Its call.
+        nbytes: Bytes that it needs.
+        since_s: When it arrived, on the monotonic clock.
     """
 
     call: RpcCall
@@ -119,15 +119,15 @@ class Waiter(NamedTuple):
 
 
 class FrontMemory:
-    """Counts what RPCs hold; used on the event loop only.
+    """Counts the memory that RPCs hold; used on the event loop only.
 
     Attributes:
-        limits: What they may hold.
-        requests_bytes: Held by messages, those on their way included.
-        replies_bytes: Held by replies, from before their calls run; with those that left an arena.
-        moved_bytes: Of them, those that left an arena.
-        refused: Calls that found no room, by what for: ``"request"``, ``"reply"`` or ``"slot"``.
-        dropped: Callers that were too slow, by what with: ``"request"`` or ``"reply"``.
+        limits: The limits.
+        requests_bytes: Bytes held by messages, including those in transit.
+        replies_bytes: Bytes held by replies, from before their calls run, and by results that left an arena.
+        moved_bytes: The part of `replies_bytes` that left an arena.
+        refused: Calls that found no room, by what it was for: ``"request"``, ``"reply"`` or ``"slot"``.
+        dropped: Callers that were too slow, by what they were slow with: ``"request"`` or ``"reply"``.
     """
 
     def __init__(self, limits: FrontLimits | None = None) -> None:
@@ -142,18 +142,18 @@ class FrontMemory:
 
     @property
     def used_bytes(self) -> int:
-        """What is held now."""
+        """Bytes held now."""
         return self.requests_bytes + self.replies_bytes
 
     def arrive(self, call: RpcCall, nbytes: int) -> bool:
-        """Takes room for a message that is to be read; whether there was any: else `wait_for_room`."""
+        """Takes room for a message to be read; returns False if there is none: then use `wait_for_room`."""
         if self._waiting or not self._has_room(call, nbytes):
             return False
         self._hold(call, nbytes, call.reply_bytes)
         return True
 
     def held_bytes(self, tenant: Tenant) -> int:
-        """What a tenant's calls hold."""
+        """Bytes that a tenant's calls hold."""
         return self._held[tenant.name]
 
     def _has_room(self, call: RpcCall, nbytes: int) -> bool:
@@ -162,7 +162,7 @@ class FrontMemory:
         return self._held[call.tenant.name] + nbytes <= self._most_of_one
 
     def _hold(self, call: RpcCall, request_bytes: int, reply_bytes: int) -> None:
-        """The one place where counts change."""
+        """The only place where counts change."""
         requests, replies = request_bytes - call.request_bytes, reply_bytes - call.reply_bytes
         self.requests_bytes += requests
         self.replies_bytes += replies
@@ -173,7 +173,7 @@ class FrontMemory:
             del held[name]  # there may be any number of tenants
 
     async def wait_for_room(self, call: RpcCall, nbytes: int) -> None:
-        """Takes room for a message as soon as there is some: whose tenant holds least, then first come.
+        """Takes room for a message once there is some: the tenant that holds least is first, then first come.
 
         Raises:
             ServerBusy: QUEUE_FULL, there was none within some seconds.
@@ -187,14 +187,14 @@ class FrontMemory:
             self._waiting.pop(room, None)
 
     def arrived(self, call: RpcCall, message: Any) -> None:
-        """What was read is there: a message, or nothing that has to be held."""
+        """Counts what was read at its size: a message, or nothing that takes memory."""
         nbytes = len(message) if isinstance(message, bytes) else _message_bytes(message)
         self._hold(call, nbytes, call.reply_bytes)
         call.reading_s = None
         self._wake()
 
     def hold_reply(self, call: RpcCall, nbytes: int) -> None:
-        """Takes room for a reply, before it is there.
+        """Takes room for a reply before it exists.
 
         Raises:
             ServerBusy: QUEUE_FULL, there is none.
@@ -207,13 +207,13 @@ class FrontMemory:
         self._hold(call, call.request_bytes, held)
 
     def uploaded(self, call: RpcCall, nbytes: int) -> None:
-        """All frames of a stream have come; of its reply it will hold one at a time, which is less."""
+        """All frames of an upload have arrived; the reply will hold one frame at a time, which is less."""
         held = REPLY_COPIES * (min(nbytes, CHUNK_BYTES) + _REPLY_OVERHEAD_BYTES)
         self._hold(call, 0, held)
         self._wake()
 
     def move(self, call: RpcCall, nbytes: int) -> bool:
-        """Takes room for results that are to leave their device's arena unread, if there is some for such."""
+        """Takes room for results to leave their device's arena unread; returns False if there is none."""
         is_much = self.moved_bytes + nbytes > _MOVED_PART * self.limits.memory_bytes
         if is_much or not self._has_room(call, nbytes):
             return False
@@ -222,13 +222,13 @@ class FrontMemory:
         return True
 
     def forget_moved(self, call: RpcCall, nbytes: int) -> None:
-        """Results that were moved were sent or given up."""
+        """Releases the room of moved results that were sent or given up."""
         self.moved_bytes -= nbytes
         self._hold(call, call.request_bytes, call.reply_bytes - nbytes)
         self._wake()
 
     def answered(self, call: RpcCall, answer: Any) -> None:
-        """The handler returned the reply of a unary call; its message is not held any more.
+        """The handler returned the reply of a unary call; its message no longer counts.
 
         Raises:
             ServerBusy: QUEUE_FULL, no room was taken for the reply, and there is none.
@@ -239,14 +239,14 @@ class FrontMemory:
         call.answered_s = time.monotonic()
 
     def failed(self, call: RpcCall) -> None:
-        """The call gets a status in place of a reply; of a stream, a frame may still wait before it."""
+        """The call gets a status instead of a reply; in a stream, a frame may still be waiting before it."""
         if call.is_slow is None or not call.reply_bytes:
             self.release(call)
         elif call.answered_s is None:
             call.answered_s = time.monotonic()
 
     def release(self, call: RpcCall) -> None:
-        """The RPC is over, and its reply taken or given up."""
+        """The RPC is over, and its reply was taken or given up."""
         self._hold(call, 0, 0)
         self._wake()
 
@@ -261,7 +261,7 @@ class FrontMemory:
             del self._waiting[room]
 
     def _share(self, item: tuple[asyncio.Future[None], Waiter]) -> float:
-        """What its tenant holds, by its weight: nobody has to wait behind all messages of another one."""
+        """What its tenant holds, divided by its weight: nobody waits behind all messages of another."""
         tenant = item[1].call.tenant
         return self._held[tenant.name] / tenant.weight
 
@@ -278,11 +278,11 @@ class FrontMemory:
     # ------------------------------------------------------------------------- those that are too slow
 
     async def watch(self, calls: Callable[[], Iterable[RpcCall]], port: int | None) -> None:
-        """Ends who is too slow, until it is cancelled.
+        """Ends calls that are too slow, until cancelled.
 
         Args:
             calls: The RPCs in progress.
-            port: The server's own; None where it has none, and connections cannot be told apart.
+            port: The server's own; None if it has none, and connections cannot be told apart.
         """
         while True:
             await asyncio.sleep(_TICK_S)
@@ -291,7 +291,7 @@ class FrontMemory:
                 await asyncio.to_thread(end_connections, peers, port)
 
     def tick(self, calls: Iterable[RpcCall], now_s: float) -> set[str]:
-        """Ends messages that took too long, refuses who has waited too long for room.
+        """Ends messages that take too long, and refuses those that have waited too long for room.
 
         Args:
             calls: The RPCs in progress.

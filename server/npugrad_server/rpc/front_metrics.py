@@ -1,4 +1,4 @@
-"""What the front process holds for its callers, for Prometheus."""
+"""Metrics of the front memory, for Prometheus."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _USED = (
 
 
 class FrontCollector(Collector):
-    """Reads the figures when somebody looks; single numbers, which may be read on any thread."""
+    """Reads the figures at each scrape; single numbers, which may be read on any thread."""
 
     def __init__(self, memory: FrontMemory) -> None:
         self._memory = memory
 
     def collect(self) -> Iterator[Metric]:
-        """The figures of this moment."""
+        """The current figures."""
         memory = self._memory
         used = GaugeMetricFamily("npugrad_front_memory_used_bytes", _USED, labels=("what",))
         used.add_metric(("requests",), memory.requests_bytes)

@@ -1,12 +1,12 @@
-"""The one place where an exception becomes a status, and where every call is logged and counted.
+"""The only place where exceptions become statuses, and where calls are logged and counted.
 
 Handlers take a message and an `RpcCall`, and raise `NpugradError`; the funnel does the rest:
 - an `NpugradError` becomes its gRPC status with `google.rpc.Status` in ``grpc-status-details-bin``;
-- anything else becomes INTERNAL with the request id, its traceback goes to the log, the server goes on;
+- anything else becomes INTERNAL with the request id, its traceback goes to the log, and the server goes on;
 - a cancelled task (the client left, or its deadline passed) is only counted and logged.
 
-What a call holds of the front process's memory is counted from before its message is read until its reply
-was taken (`rpc/front_memory.py`).
+The front memory that a call holds is counted from before its message is read until its reply is taken
+(`rpc/front_memory.py`).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     StreamHandler = Callable[["RpcCall"], Awaitable[None]]
 
 REQUEST_ID_KEY = "x-request-id"
-"""Metadata key of a request identifier, both ways."""
+"""Metadata key of a request identifier, in both directions."""
 STATUS_KEY = "grpc-status-details-bin"
 _SANE_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 _OURS = "/npugrad."
@@ -56,13 +56,14 @@ _LEVELS = {
     **dict.fromkeys(("INTERNAL", "UNKNOWN", "DATA_LOSS"), logging.ERROR),
     "UNAVAILABLE": logging.WARNING,
 }
-"""How the log takes the statuses that are our fault, or nobody's; the others are the caller's affair."""
+"""Log levels of statuses that are the server's fault or nobody's; the others are the caller's."""
 
 
 class Funnel(grpc.aio.ServerInterceptor):
-    """Wraps handlers for `register`; as an interceptor it knows of an RPC before its message has come.
+    """Wraps handlers for `register`; as an interceptor it sees an RPC before its message arrives.
 
-    Guarantees: every RPC whose handler began is logged and counted once, and none is left out of `settle`.
+    Guarantees: every RPC whose handler has started is logged and counted once, and `settle` waits for all of
+    them.
     """
 
     def __init__(
@@ -72,13 +73,13 @@ class Funnel(grpc.aio.ServerInterceptor):
         tracing: RpcTracing | None = None,
         memory: FrontMemory | None = None,
     ) -> None:
-        """Has seen no RPC yet.
+        """Starts without RPCs.
 
         Args:
-            metrics: What counts.
-            identities: Who tells whose RPC it is.
-            tracing: What makes spans; None for none.
-            memory: Counts what RPCs hold; one without a bound if None.
+            metrics: Counts the calls.
+            identities: Determines the tenant of an RPC.
+            tracing: Makes spans; None for no spans.
+            memory: Counts the memory that RPCs hold; unbounded if None.
         """
         self._metrics, self._identities, self._tracing = metrics, identities, tracing
         self._log, self._refusals = get_logger(), RefusalLog()
@@ -88,7 +89,7 @@ class Funnel(grpc.aio.ServerInterceptor):
         self._others: set[asyncio.Task[Any]] = set()
 
     async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
-        """Remembers the task of an RPC of ours; those of health and reflection may never end."""
+        """Tracks the RPC's task; those of health and reflection RPCs apart, because they may never end."""
         task, method = asyncio.current_task(), handler_call_details.method
         is_ours = method.startswith(_OURS)
         if is_ours:
@@ -103,7 +104,7 @@ class Funnel(grpc.aio.ServerInterceptor):
         return self._full(method.rpartition("/")[2] if is_ours else "other", found, limit)
 
     def _full(self, method: str, found: int, limit: int) -> Any:
-        """A handler that refuses a call before anything of it is read."""
+        """A handler that refuses a call before reading anything of it."""
 
         async def refuse(_: list[Any], call: RpcCall) -> Any:
             call.memory.refused["slot"] += 1
@@ -113,25 +114,25 @@ class Funnel(grpc.aio.ServerInterceptor):
         return grpc.stream_stream_rpc_method_handler(self._handler(method, refuse))
 
     def calls(self) -> list[RpcCall]:
-        """The RPCs in progress whose handlers have begun, with those whose reply was not taken yet."""
+        """RPCs in progress whose handlers have started, including those whose reply is not taken yet."""
         return [call for call in self._active.values() if call is not None]
 
     @property
     def active_count(self) -> int:
-        """RPCs that have no answer yet; the task of one that has may take a moment to end."""
+        """Number of RPCs without an answer; the task of an answered one may take a moment to end."""
         return len(self._unanswered)
 
     async def settle(self) -> None:
-        """Waits until the replies of all RPCs that are in progress now were handed to the transport."""
+        """Waits until the replies of all RPCs now in progress have been handed to the transport."""
         if self._active:
             await asyncio.wait(tuple(self._active))
 
     async def settle_last(self, ending: asyncio.Future[None], farewell_s: float) -> None:
-        """Waits until gRPC, which is ending, has no RPC left; a handler may outlive what it answered.
+        """Waits until gRPC, which is shutting down, has no RPCs left; a handler may outlive its answer.
 
         Args:
-            ending: The end of the gRPC server.
-            farewell_s: Seconds that clients get to take their end once nothing is in progress.
+            ending: Done when the gRPC server has ended.
+            farewell_s: Seconds for clients to see the end once nothing is in progress.
         """
         while True:
             await self.settle()
@@ -162,15 +163,15 @@ class Funnel(grpc.aio.ServerInterceptor):
         Args:
             method: Its name.
             begin: Answers it, given a box with its message and the call.
-            is_unary: Whether its one message is read before.
+            is_unary: Whether its one message is read first.
         """
         memory = self._memory
         incoming_bytes = memory.limits.incoming_bytes(is_streamed=not is_unary)
 
         async def handle(_: Any, context: Context) -> Any:
             call = self._arrive(method, context)
-            # gRPC keeps the frames of an abort in a cycle that only the garbage collector opens, which may
-            # take long to come: a large message must not be in them.
+            # gRPC keeps the stack frames of an abort in a reference cycle until the garbage collector runs,
+            # which may take long: they must not reference a large message.
             box: list[Any] = []
             try:
                 call.tenant = self._identities.tenant_of(context)
@@ -198,20 +199,20 @@ class Funnel(grpc.aio.ServerInterceptor):
                 self._answered(call, "OK", "OK", None)
                 return answer
             memory.failed(call)
-            # Outside of the handler of the error, or the error would become the context of the abort.
+            # Outside the except block, or the error would become the context of the abort.
             await _abort(call, status)
             raise AssertionError("an abort returned")
 
         return handle
 
     def _cancelled(self, call: RpcCall) -> Status:
-        """The status of a call that we ended while it waited for its caller.
+        """The status of a call that the server ended while it waited for its caller.
 
         Raises:
-            asyncio.CancelledError: Its caller ended it: nobody listens any more.
+            asyncio.CancelledError: The caller ended it: nobody waits for the answer.
         """
         if call.failure is None:
-            # A deadline that passed arrives as a cancellation, too.
+            # A passed deadline arrives as a cancellation, too.
             reason = "DEADLINE_EXCEEDED" if call.is_late else "CANCELLED"
             self._answered(call, reason, reason, None)
             raise asyncio.CancelledError
@@ -236,7 +237,7 @@ class Funnel(grpc.aio.ServerInterceptor):
         return call
 
     def _follow(self, task: asyncio.Task[Any] | None) -> None:
-        """That task ends after the status was sent, and its reply taken, and not when the handler returns."""
+        """Tracks a task, which ends once the status is sent and the reply taken, not with the handler."""
         if task is None:
             raise RuntimeError("a handler runs in the task of its RPC")
         self._active[task] = None
@@ -266,7 +267,7 @@ class Funnel(grpc.aio.ServerInterceptor):
         return status
 
     def _known(self, call: RpcCall, error: Exception) -> NpugradError:
-        """The error itself if it is one of the contract, else INTERNAL, with the traceback in the log."""
+        """The error itself if it is in the contract, else INTERNAL, with the traceback in the log."""
         if isinstance(error, NpugradError):
             return error
         self._log.error("unexpected error", method=call.method, request_id=call.request_id, exc_info=error)
@@ -276,7 +277,7 @@ class Funnel(grpc.aio.ServerInterceptor):
         )
 
     def _count_rejection(self, call: RpcCall, error: NpugradError) -> None:
-        """A device that refuses (161xxx, 561xxx) what our validator passed shows a faulty record."""
+        """Counts a call that passed validation but a device refused (161xxx, 561xxx): its record is wrong."""
         if not isinstance(error, OperatorError) or error.source != "device" or error.code is None:
             return
         refused = error.row.code not in (None, RUNTIME_ERROR)
@@ -303,7 +304,7 @@ class Funnel(grpc.aio.ServerInterceptor):
         if call.info is not None and error is None:
             self._metrics.stages_passed(call.operator, device, stages)
         level = _LEVELS.get(status, logging.INFO)
-        # Nothing that the writing thread gets holds the RPC, its message or the frames of the error.
+        # Nothing passed to the writing thread references the RPC, its message or the error's stack frames.
         sizes = (call.received_bytes, call.sent_bytes)
         log_later(
             level,
@@ -319,17 +320,17 @@ class Funnel(grpc.aio.ServerInterceptor):
 
 
 def _asynchronous(handler: Handler) -> Handler:
-    """The same handler as something that can be awaited, which it is not.
+    """Makes a handler look awaitable, which it is not.
 
-    grpc asks twice for each call whether a handler is asynchronous, and asks this first: what else it asks of
-    a function takes six more steps each time.
+    For each call, grpc checks twice whether a handler is asynchronous, and checks this first: the checks of a
+    function take six more steps each time.
     """
     parts = {"__call__": staticmethod(handler), "__await__": staticmethod(handler)}
     return cast("Handler", type("AsynchronousHandler", (), parts)())
 
 
 async def _confirm_end(call: RpcCall) -> None:
-    """Makes sure that it was the client that ended its side: grpc reads the end from a dead call, too."""
+    """Checks that the client itself ended its side: reading from a dead call also returns the end."""
     try:
         await call.context.send_initial_metadata(())
     except (grpc.aio.BaseError, grpc.RpcError):
@@ -337,10 +338,10 @@ async def _confirm_end(call: RpcCall) -> None:
 
 
 def sane(message: Any, operator: str = "") -> Any:
-    """The message, if its bytes were one; the error names the operator, where the method tells it.
+    """Returns the message if its bytes parsed; the error names the operator if the method implies it.
 
     Raises:
-        MalformedRequest: They were not.
+        MalformedRequest: They did not, or there was no message.
     """
     if message is grpc.aio.EOF:
         raise MalformedRequest("request: found no message; expected one")

@@ -1,4 +1,4 @@
-"""The first frame of a streamed call, whose request is read no further than it takes to tell whose it is."""
+"""Reads the first frame of a streamed call only as far as it takes to tell the operator."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Header:
-    """The header of a call of an operator that is known.
+    """The header of a call of a known operator.
 
     Attributes:
         record: The operator.
-        data: The frame, if it is the header and nothing else, and that the request and nothing else.
-        start: Where the request begins in it, which ends with it.
-        read: Gives the typed request; raises MalformedRequest where it does not parse.
+        data: The frame, if it consists only of the header, and the header only of the request; else None.
+        start: Where the request begins in it; the request ends where the frame ends.
+        read: Returns the typed request; raises MalformedRequest if it does not parse.
     """
 
     record: OpRecord

@@ -1,11 +1,12 @@
 """grpc.health.v1 and reflection.
 
-``""`` and every npugrad service are SERVING when some device is ready and the server does not drain; so is
-``npugrad.v1.BackwardService/group_norm_backward``, and so on for each operator, when a ready device runs it;
-``"liveness"`` is SERVING as long as the event loop answers and, where there is a limit, unless no device has
-been ready for longer: then whoever watches the process may restart it.
-The servicer is ours and not the library's: that one writes to a watcher while it holds the lock that a
-change of status needs, so one client that does not read could hold up a drain, and its watchers never end.
+While the server is not draining, ``""`` and every npugrad service are SERVING when some device is ready, and
+``npugrad.v1.BackwardService/group_norm_backward``, and so on for each operator, when a ready device runs it.
+As long as the event loop answers, ``"liveness"`` is SERVING, unless there is a limit and no device has been
+ready for longer: then a supervisor may restart the process.
+
+The library's servicer is not used: it writes to a watcher while it holds the lock that a change of status
+needs, so that one client that does not read could hold up a drain, and its watchers never end.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     Context = grpc.aio.ServicerContext[Any, Any]
 
 LIVENESS = "liveness"
-"""Service name under which the process itself is asked for."""
+"""Service name of the process itself."""
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 _UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
@@ -41,7 +42,7 @@ _UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 class Health:
     """State of the server for probes and load balancers.
 
-    Thread safety: everything on the event loop.
+    Thread safety: use on the event loop only.
     """
 
     def __init__(
@@ -54,9 +55,9 @@ class Health:
 
         Args:
             services: Full names of the services that need a device.
-            down_limit_s: Seconds without a device that is ready after which the process is not alive; counted
-                from the first time that one was, as the start has limits of its own. None for never.
-            operators: Operator by the name under which it is asked for.
+            down_limit_s: Seconds without a ready device after which the process is not alive, once a device
+                has been ready; the start has its own limits. None for never.
+            operators: Operator by the service name it is checked under.
         """
         self._services, self._operators = ("", *services), operators
         self._status = dict.fromkeys((*self._services, *operators), _NOT_SERVING) | {LIVENESS: _SERVING}
@@ -68,7 +69,7 @@ class Health:
         self._changed = asyncio.Event()
 
     def update(self, devices: Iterable[DeviceStatus]) -> None:
-        """Takes the states of the devices."""
+        """Updates the statuses from the states of the devices."""
         lacking = [device.unavailable for device in devices if device.state is DeviceState.READY]
         self._was_ready = self._was_ready or bool(lacking)
         self._set(self._services, bool(lacking))
@@ -77,7 +78,7 @@ class Health:
         self._limit(bool(lacking))
 
     def start_draining(self) -> None:
-        """Is not serving from now on, whatever the devices do; stays as alive as it is."""
+        """Reports not serving from now on, whatever the devices do; liveness stays as it is."""
         self._draining = True
         self._set((*self._services, *self._operators), False)
         self._stop_waiting()
@@ -95,16 +96,16 @@ class Health:
 
     @property
     def is_draining(self) -> bool:
-        """Whether the server is about to end."""
+        """Whether the server is shutting down."""
         return self._draining
 
     @property
     def is_alive(self) -> bool:
-        """Whether a restart would not help: a device is ready, or was within the limit."""
+        """Whether the server needs no restart: a device is ready, or was within the limit."""
         return self._status[LIVENESS] == _SERVING
 
     def _limit(self, ready: bool) -> None:
-        """Starts or stops the time without a device that is ready."""
+        """Starts or stops timing how long no device is ready."""
         if ready:
             self._stop_waiting()
             self._set_alive(_SERVING)
@@ -130,12 +131,12 @@ class Health:
                 self._wake()
 
     def _wake(self) -> None:
-        # Whoever waits for the old event sees this change; the next one gets an event of its own.
+        # Waiters on the old event see this change; the next change gets a new event.
         self._changed.set()
         self._changed = asyncio.Event()
 
     async def check(self, _: Any, context: Context) -> health_pb2.HealthCheckResponse:
-        """Answers at once; NOT_FOUND for a name that no service has."""
+        """Answers at once; NOT_FOUND for an unknown name."""
         name = await _service(await context.read(), context)
         if name not in self._status:
             await context.abort(grpc.StatusCode.NOT_FOUND, "unknown service")

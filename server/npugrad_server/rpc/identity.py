@@ -1,17 +1,17 @@
-"""Whose call an RPC is. A caller's own word never decides it.
+"""Determines the tenant of an RPC. A caller's own word never decides it.
 
 In this order
     - The caller's certificate, which the handshake verified: its ``spiffe://`` URIs and its DNS names. Its
-      subject, its other URIs and its addresses of mail and of hosts do not count.
-    - Where one of those names is a listed gateway's, what the gateway says in the header.
-    - Without such a name, the address of the peer.
+      subject, other URIs, email addresses and IP addresses do not count.
+    - If one of those names is a listed gateway's, what the gateway says in the header.
+    - Without any such name, the address of the peer.
 
-The header of anybody else refuses the call and is not ignored: it is a forgery, or it comes from a gateway
-that nobody has listed, all of whose callers would silently be one tenant. For the same reason a gateway that
-does not say whose call it is is refused. Other metadata, labels and priorities mean nothing here.
+If anybody else sends the header, the call is refused rather than the header ignored: it is a forgery, or it
+comes from an unlisted gateway, all of whose callers would silently be one tenant. For the same reason, a
+gateway that does not name the tenant is refused. Other metadata, labels and priorities have no effect here.
 
-A tenant that was found is remembered by the whole certificate, or by the address, and by the header. So a
-connection that takes the port of another one is not taken for it.
+Tenants are cached by the whole certificate, or else the address, and by the header, so that a connection that
+reuses the port of another is not taken for it.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ if TYPE_CHECKING:
 
 _CERTIFICATE, _SPIFFE = "x509_pem_cert", b"spiffe://"
 _MAX_REMEMBERED = 1024
-"""Callers whose tenant is remembered."""
+"""Maximum number of callers whose tenant is cached."""
 
 
 class Identities:
-    """Tells the tenants of RPCs."""
+    """Determines the tenants of RPCs."""
 
     def __init__(self, tenants: LiveTenants, header: str, *, verified: bool) -> None:
-        """Makes it.
+        """Stores the arguments.
 
         Args:
-            tenants: Who is which tenant.
-            header: Metadata key in which gateways say whose call it is.
-            verified: Whether callers show certificates.
+            tenants: The table of tenants.
+            header: Metadata key in which gateways name a call's tenant.
+            verified: Whether callers present certificates.
         """
         self._tenants, self._header, self._verified = tenants, header, verified
 
@@ -54,7 +54,7 @@ class Identities:
         """The tenant of an RPC.
 
         Raises:
-            TenantRefused: The header is not the caller's to send, a gateway did not send it once, or the
+            TenantRefused: The caller may not send the header, a gateway did not send it exactly once, or the
                 caller is in no entry and such callers are refused.
         """
         facts: AuthContext = context.auth_context() if self._verified else {}
@@ -97,7 +97,7 @@ class Identities:
 
 
 def _names(facts: AuthContext) -> tuple[str, ...]:
-    """The identities of a certificate that was verified, those of SPIFFE first."""
+    """The identities in a verified certificate, SPIFFE URIs first."""
     uris = [uri for uri in facts.get("peer_uri", ()) if uri.startswith(_SPIFFE)]
     hosts = [host.lower() for host in facts.get("peer_dns", ())]
     return tuple(name.decode(errors="backslashreplace") for name in (*uris, *hosts))

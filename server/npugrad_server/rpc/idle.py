@@ -1,4 +1,4 @@
-"""One timer for all that a task waits for, one thing after the other."""
+"""One timer for all waits of a task, one after the other."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import asyncio
 
 
 class IdleTimer:
-    """Cancels what a task waits for once that takes too long.
+    """Cancels a task's wait that takes too long.
 
-    `asyncio.wait_for` costs a task for each wait up to Python 3.11, and a timer in all versions: a stream has
-    thousands. Here a wait notes when it is too long, and the one timer looks at that when it is due.
+    `asyncio.wait_for` costs a task for each wait up to Python 3.11, and a timer in all versions, and a stream
+    has thousands of waits. Here a wait only notes when it will be too long, and a single timer checks that
+    when it fires.
 
         timer.start(timeout_s)
         try:
@@ -21,11 +22,11 @@ class IdleTimer:
         finally:
             timer.stop()
 
-    Concurrency: used by the task that makes it, for one wait at a time.
+    Concurrency: used by the task that creates it, for one wait at a time.
     """
 
     def __init__(self) -> None:
-        """A timer of the current task; nothing is waited for yet.
+        """Creates the timer of the current task; no wait has begun.
 
         Raises:
             RuntimeError: There is no current task.
@@ -40,7 +41,7 @@ class IdleTimer:
         self._has_rung = False
 
     def start(self, timeout_s: float) -> None:
-        """A wait begins, which may take this long."""
+        """Begins a wait, which may take this long."""
         self._begun = begun = self._loop.time()
         self._late_at = late_at = begun + timeout_s
         if self._alarm is None:
@@ -50,29 +51,29 @@ class IdleTimer:
             self._alarm = self._loop.call_at(late_at, self._look)
 
     def stop(self) -> float:
-        """The wait is over, after so many seconds; the alarm stays set, as the next wait will need it."""
+        """Ends the wait and returns its seconds; the alarm stays set, because the next wait will need it."""
         self._late_at = None
         return self._loop.time() - self._begun
 
     @property
     def waiting_s(self) -> float:
-        """Seconds of the present wait; 0 where there is none."""
+        """Seconds of the current wait so far; 0 if there is none."""
         return 0.0 if self._late_at is None else self._loop.time() - self._begun
 
     def ring(self) -> None:
-        """The present wait has taken too long, whatever it was given."""
+        """Ends the current wait as too long, whatever its limit."""
         self._has_rung = True
         self._task.cancel()
 
     def close(self) -> None:
-        """Nothing will be waited for any more."""
+        """Cancels the alarm; no wait may follow."""
         if self._alarm is not None:
             self._alarm.cancel()
 
     def is_cause(self) -> bool:
-        """Asked once when the wait was cancelled: whether the timer did so, and nobody else as well."""
+        """Whether the timer, and nobody else, cancelled the wait; to be asked once per cancellation."""
         has_rung, self._has_rung = self._has_rung, False
-        # From Python 3.11 on a task counts who cancelled it, and ours is to be taken back.
+        # From Python 3.11 on, a task counts its cancellations, and ours must be taken back.
         uncancel = getattr(self._task, "uncancel", None)
         others = uncancel() if has_rung and uncancel is not None else 0
         return has_rung and not others

@@ -1,4 +1,4 @@
-"""How fast one direction of a stream has to be: an idle timeout, a least rate and a limit for the whole."""
+"""The pace required of one direction of a stream: an idle timeout, a minimum rate and a total limit."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ if TYPE_CHECKING:
     from npugrad_server.config import ServerSettings
 
 GIVES_WAY_AFTER_S = 5.0
-"""Seconds after which a stream that moves nothing gives way to others; before, it may have just begun."""
+"""Seconds after which an idle stream gives way to others; before, it may have just begun."""
 
 
 @dataclass(frozen=True)
 class PaceLimits:
-    """What is asked of a client.
+    """The pace required of a client.
 
     Attributes:
         idle_s: Longest wait for a single frame.
-        min_bytes_per_s: Least rate on average; a stream may be behind it by `idle_s`.
+        min_bytes_per_s: Minimum average rate; a stream may lag behind it by `idle_s`.
         limit_s: Longest wait for all frames together.
     """
 
@@ -29,32 +29,32 @@ class PaceLimits:
 
     @classmethod
     def of_uploads(cls, settings: ServerSettings) -> PaceLimits:
-        """What a server asks of its clients' uploads."""
+        """The limits of clients' uploads."""
         return cls(settings.upload_idle_timeout_s, settings.upload_min_bytes_per_s, settings.upload_limit_s)
 
     @classmethod
     def of_replies(cls, settings: ServerSettings) -> PaceLimits:
-        """What a server asks of clients that take its replies."""
+        """The limits of clients that take replies."""
         return cls(settings.reply_idle_timeout_s, settings.reply_min_bytes_per_s, settings.reply_limit_s)
 
 
 class Pace:
-    """How fast a client was so far. Only the time counts in which it was waited for.
+    """A client's pace so far. Only time spent waiting for it counts.
 
     Attributes:
-        limits: What is asked of it.
-        waited_s: Seconds that were waited.
+        limits: The required pace.
+        waited_s: Seconds spent waiting for it.
         moved_bytes: Bytes of contents that it sent or took.
     """
 
     def __init__(self, limits: PaceLimits) -> None:
-        """Nothing has moved, and nobody has waited."""
+        """Starts at zero."""
         self.limits = limits
         self.waited_s = 0.0
         self.moved_bytes = 0
 
     def left_s(self) -> float:
-        """How long the next frame may be waited for."""
+        """Longest wait for the next frame, in seconds."""
         limits = self.limits
         left_s = limits.idle_s
         if limits.min_bytes_per_s:
@@ -62,20 +62,20 @@ class Pace:
         return max(0.0, min(left_s, limits.limit_s - self.waited_s))
 
     def is_slow(self, waiting_s: float) -> bool:
-        """Whether it was below the least rate so far, with no allowance but for its first seconds.
+        """Whether it is below the minimum rate so far, with no allowance except for its first seconds.
 
         Args:
-            waiting_s: How long a frame has been waited for now.
+            waiting_s: Seconds of the current wait.
         """
         waited_s = self.waited_s + waiting_s
         return waited_s > GIVES_WAY_AFTER_S and self.moved_bytes < self.limits.min_bytes_per_s * waited_s
 
     def late_text(self, waiting_s: float, found: str, expected: str) -> str:
-        """What to say of a frame that was waited for too long.
+        """The error text for a frame that took too long.
 
         Args:
-            waiting_s: How long.
-            found: What there was instead of it.
+            waiting_s: Seconds of the wait.
+            found: What was there instead.
             expected: What should have come.
         """
         limits, waited_s = self.limits, self.waited_s + waiting_s

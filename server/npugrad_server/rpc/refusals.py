@@ -1,6 +1,6 @@
-"""One line in the log for each kind of refusal, however many calls are refused.
+"""Logs one line for each kind of refusal, however many calls are refused.
 
-The log has a line of each call, too, but at a level that nobody watches, and among many others.
+Each call has a log line, too, but at a level that nobody watches, and among many others.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 REFUSALS = frozenset(
     {"TENANT_REFUSED", "QUOTA_EXCEEDED", "QUEUE_FULL", "WOULD_MISS_DEADLINE", "CIRCUIT_OPEN"}
 )
-"""Reasons of refusals that are about who calls, how much and when, and not about what a call is."""
+"""Reasons of refusals that depend on who calls, how much and when, not on the call itself."""
 QUIET_S = 60.0
-"""Seconds from one line of a kind to the next."""
+"""Seconds between two lines of a kind."""
 
 
 class RefusalLog:
-    """Says what is refused: at once, and then once in `QUIET_S` for each tenant of metrics and reason."""
+    """Logs refusals: at once, then once in `QUIET_S` for each reason and tenant as named in metrics."""
 
     def __init__(self) -> None:
-        """Has seen none."""
+        """Starts empty."""
         self._log = get_logger()
         self._kinds: dict[tuple[str, str], tuple[float, int]] = {}
 
@@ -32,7 +32,7 @@ class RefusalLog:
         """A call was refused.
 
         Args:
-            tenant: Whose it was.
+            tenant: Its tenant.
             reason: Row of the error table.
             error: What its caller was told.
             now: When, by `time.monotonic()`.

@@ -1,4 +1,4 @@
-"""How methods get into the server: one function, which also chooses how their bytes become messages."""
+"""Registers methods with the server, and chooses how their bytes become messages."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _METHOD_LENGTH = 80
 
 @dataclass(frozen=True)
 class Garbage:
-    """Takes the place of a message whose bytes do not parse, so that our funnel answers and not gRPC.
+    """Replaces a message whose bytes do not parse, so that the funnel answers and not gRPC.
 
     Attributes:
-        nbytes: Length of what came.
-        expected: Full name of the message that should have come.
+        nbytes: Length of what arrived.
+        expected: Full name of the expected message.
         excess: What it has too much of, if that is why it was not read.
     """
 
@@ -48,7 +48,7 @@ class Garbage:
 
 
 def tolerant_deserializer(message: type[Message], parse: Deserializer | None = None) -> Deserializer:
-    """A parser that returns `Garbage` where protobuf, or `parse` in its place, would raise."""
+    """A parser that returns `Garbage` if protobuf, or `parse` in its place, would raise."""
     parse = parse or bounded_parser(message)
 
     def deserialize(data: bytes) -> Any:
@@ -79,13 +79,14 @@ def register(
     Args:
         server: The server, not yet started.
         service: The service's descriptor.
-        handlers: Handler of each method by name. It reads with the context's `read`: a unary one its message,
-            a stream frames, which are `Chunk` or messages, as are those that it hands to `write`.
-        deserializers: Other parsers than protobuf's by name of method; `bytes` leaves what came as it is.
+        handlers: Handlers by method name. They read with the context's `read`: a unary one its message, a
+            stream frames, which are `Chunk` or messages, as are those passed to `write`.
+        deserializers: Parsers to use instead of protobuf's, by method name; `bytes` leaves a message
+            serialized.
         serializers: The same for what is sent.
 
     Raises:
-        ValueError: Methods and handlers are not the same set.
+        ValueError: Handlers and methods do not match.
     """
     if set(handlers) != set(service.methods_by_name):
         raise ValueError(
@@ -103,19 +104,19 @@ def register(
 
 
 class OtherContracts(grpc.GenericRpcHandler):
-    """Tells clients of another major version, whose methods have another package, what is spoken here."""
+    """Tells clients of another major version, and so of another package, which one this server speaks."""
 
     def __init__(self, package: str) -> None:
-        """Knows its own.
+        """Stores the server's own package.
 
         Args:
-            package: What is spoken here, such as ``"npugrad.v1"``; its unknown methods are left to gRPC.
+            package: The server's package, such as ``"npugrad.v1"``; its unknown methods are left to gRPC.
         """
         self._own = f"/{package}."
         self._expected = f"expected {package}, which this server of version {npugrad.__version__} speaks"
 
     def service(self, handler_call_details: Any) -> Any:
-        """The handler that refuses a call; None for one that is not meant for a server of ours."""
+        """A handler that refuses calls of other npugrad packages; None for all other calls."""
         method = handler_call_details.method
         if not method.startswith("/npugrad.") or method.startswith(self._own):
             return None
@@ -128,7 +129,7 @@ class OtherContracts(grpc.GenericRpcHandler):
 
 
 def _codec(method: MethodDescriptor) -> tuple[Deserializer, Serializer]:
-    """How bytes become what a handler gets, and what it sends becomes bytes."""
+    """The deserializer and the serializer of a method's messages."""
     request, response = GetMessageClass(method.input_type), GetMessageClass(method.output_type)
     if method.client_streaming and method.server_streaming:
         return frame_deserializer(request), encode_frame
@@ -136,8 +137,8 @@ def _codec(method: MethodDescriptor) -> tuple[Deserializer, Serializer]:
 
 
 _MAKE: dict[tuple[bool, bool], Any] = {
-    # The same on the wire, but that the handler reads the message, by the context: nothing is read of a call
-    # that is refused, and nothing holds its message while its reply waits to be taken.
+    # The same on the wire, except that the handler reads the message through the context: nothing is read of
+    # a refused call, and nothing holds its message while its reply waits to be taken.
     (False, False): grpc.stream_unary_rpc_method_handler,
     (False, True): grpc.unary_stream_rpc_method_handler,
     (True, False): grpc.stream_unary_rpc_method_handler,

@@ -1,4 +1,4 @@
-"""One RPC in progress: what its handler works with, and what the log will say of it."""
+"""One RPC in progress: what its handler works with, and what is logged about it."""
 
 from __future__ import annotations
 
@@ -28,28 +28,28 @@ _LATENCY_S = 5e-3
 
 @dataclass
 class RpcCall:
-    """One RPC in progress, and what the log will say of it.
+    """One RPC in progress, and what is logged about it.
 
     Attributes:
         context: gRPC's side of it.
         method: Name of the RPC.
-        request_id: The client's identifier if it is sane, else one of ours.
-        tenant: Whose call it is.
+        request_id: The client's identifier if it is valid, else a generated one.
+        tenant: Its tenant.
         operator: Operator, once known.
         described: Types, shapes and attributes, once known; never contents.
-        info: What produced the result, once there.
-        received_bytes: Content bytes that have come so far.
-        sent_bytes: Content bytes that go.
+        info: Execution info of the result, once known.
+        received_bytes: Content bytes received so far.
+        sent_bytes: Content bytes of the reply.
         marks: When its stages ended; the first mark is its arrival.
-        timeline: What the trailing metadata say of its stages; empty where the reply says it.
-        task: What runs it.
-        memory: Counts what it holds.
-        request_bytes: Held of its messages, counted there.
-        reply_bytes: Held of its reply, counted there.
-        reading_s: Since when its message is read, on the monotonic clock; None where none is.
-        answered_s: Since when its reply waits to be taken, or its status behind it; else None.
-        is_slow: Of a stream, asked whether its caller is slow; None of a unary call.
-        failure: Why it was ended by us while it waited for its caller.
+        timeline: Its stages for the trailing metadata; empty if the reply has them.
+        task: The task that runs it.
+        memory: Counts the memory that it holds.
+        request_bytes: Bytes held by its messages, set by `memory`.
+        reply_bytes: Bytes held by its reply, set by `memory`.
+        reading_s: When reading its message began, on the monotonic clock; None if none is being read.
+        answered_s: When its reply, or the status behind it, began to wait to be taken; else None.
+        is_slow: In a stream, tells whether the caller is slow; None in a unary call.
+        failure: Why the server ended it while it waited for its caller.
     """
 
     context: Context
@@ -73,7 +73,7 @@ class RpcCall:
     failure: NpugradError | None = None
 
     def __post_init__(self) -> None:
-        """It has arrived; remembers how long the client will wait."""
+        """Records the arrival, and how long the client will wait."""
         self.marks = [("", time.monotonic())]
         self._granted_s: float = self.context.time_remaining() or 0.0
 
@@ -85,10 +85,10 @@ class RpcCall:
 
     @property
     def is_late(self) -> bool:
-        """Whether the client's deadline has passed, by its own clock.
+        """Whether the client's deadline has passed, by the client's clock.
 
-        It reaches us rounded up by as much as a hundredth, and with the time it took to come: when the client
-        gives up, some of it is left here.
+        The remaining time arrives rounded up by as much as a hundredth, and late by the time in transit: when
+        the client gives up, some of it is left here.
         """
         remaining = self.timeout_s
         return remaining is not None and remaining < _LATENCY_S + self._granted_s / 100
@@ -100,5 +100,5 @@ class RpcCall:
             self.task.cancel()
 
     def describe(self, call: CallMeta) -> None:
-        """Notes types, shapes and attributes for the log."""
+        """Records types, shapes and attributes for the log."""
         self.described = call

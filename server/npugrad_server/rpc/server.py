@@ -32,12 +32,12 @@ _BUILT_ON = ("grpcio", "protobuf", "numpy", "ml_dtypes")
 
 @dataclass(frozen=True)
 class Facts:
-    """What does not change while a server runs.
+    """Facts that do not change while a server runs.
 
     Attributes:
         settings: Settings of its pool.
         server: Its own settings.
-        memory: What its front process may hold, and holds.
+        memory: Its front memory, with the limits.
         started_s: `time.monotonic()` at its start.
         records: The operators by name.
     """
@@ -54,11 +54,11 @@ class ServerServicer:
 
     def __init__(self, pool: DevicePool, facts: Facts) -> None:
         self._pool, self._facts = pool, facts
-        self._versions = versions()  # read from files, which a call must not need
+        self._versions = versions()  # read from files, which no call should have to do
         self._draining = False
 
     def start_draining(self) -> None:
-        """Says so from now on."""
+        """Reports draining from now on."""
         self._draining = True
 
     def handlers(self, funnel: Funnel) -> dict[str, Handler]:
@@ -71,7 +71,7 @@ class ServerServicer:
     async def get_server_info(
         self, message: server_pb2.GetServerInfoRequest, call: RpcCall
     ) -> server_pb2.GetServerInfoResponse:
-        """Versions, limits, product, devices, and figures of this moment."""
+        """Versions, limits, product, devices, and current figures."""
         stats, settings, memory = self._pool.stats(), self._facts.settings, self._facts.memory
         return server_pb2.GetServerInfoResponse(
             version=npugrad.__version__,
@@ -113,7 +113,7 @@ class ServerServicer:
 
 
 def versions() -> dict[str, str]:
-    """Versions of what the server is built on, by name."""
+    """Versions of npugrad and of what the server is built on, by name."""
     found = {"npugrad": npugrad.__version__, "python": platform.python_version()}
     for name in _BUILT_ON:
         try:
@@ -183,7 +183,7 @@ def _parameter(record: OpRecord, param: Param, product: Product) -> server_pb2.P
 
 
 def _may_be_null(record: OpRecord, param: Param) -> bool:
-    """Whether some legal call has a null there."""
+    """Whether some legal call has null there."""
     if isinstance(param, TensorParam):
         masked = param.masked_by is not None and param.when_masked == "null"
         return param.optional if param.role == "input" else masked

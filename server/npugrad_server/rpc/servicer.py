@@ -24,7 +24,7 @@ class BackwardServicer:
     """Runs the operators.
 
     Attributes:
-        deserializers: For `register`: requests stay serialized, because most are recognised as they are.
+        deserializers: For `register`: requests stay serialized, because most are recognised without parsing.
         serializers: For `register`.
     """
 

@@ -1,13 +1,13 @@
-"""Execute: one call of any size, as a header and the chunks it announced, and the same back.
+"""Execute: one call of any size, as a header and the chunks that it announces; the reply likewise.
 
-The header is decoded, validated and admitted before a single chunk is read; a refused call costs no
-payload. Chunks go straight into the input arena. Rules, each with MALFORMED_REQUEST or MALFORMED_TENSOR:
-the header is first and comes once; a chunk names an operand that was announced, carries 1 byte to 4 MiB,
-continues where the operand's last chunk ended and does not pass its announced length (operands may
-interleave); the client ends its side after the last chunk, and not before.
+The header is decoded, validated and admitted before a single chunk is read; a refused call costs no payload.
+Chunks go straight into the input arena. Rules, whose violation gives MALFORMED_REQUEST or MALFORMED_TENSOR:
+the header comes first and once; a chunk names an announced operand, carries 1 byte to 4 MiB, continues where
+the operand's last chunk ended and does not exceed its announced length (operands may interleave); the client
+ends its side after the last chunk, and not before.
 
 An upload takes memory for its operands once it has sent some of them, and a place in the queue once it has
-sent all. Where there is no memory for another call, one below the least rate gives its own back.
+sent all. If another call finds no memory, an upload below the minimum rate gives up its own.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ if TYPE_CHECKING:
     from npugrad_server.pool import Outcome, Ticket
 
 _HELD_BACK_BYTES = 16 * 1024
-"""What an upload has sent, and what its frames take, when it gets memory for its operands."""
+"""Bytes, frames included, that an upload has sent when it gets memory for its operands."""
 _FRAME_BYTES = 256
 """More than a frame takes besides its data."""
 _RETRY_AFTER_S = 1.0
 
 
 class Frames:
-    """The frames of one Execute call, none of which may be waited for longer than the settings say.
+    """The frames of one Execute call; the settings limit the wait for each.
 
     A context manager, to be entered by the task that reads and writes.
     """
@@ -64,21 +64,21 @@ class Frames:
         self._is_uploaded = self._has_metadata = False
 
     def __enter__(self) -> Frames:
-        """Nothing: a wait starts with a frame."""
+        """Registers `is_slow`; waits begin with a frame."""
         self._call.is_slow = self.is_slow
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Gives the timer back."""
+        """Stops the timer."""
         self._timer.close()
 
     async def read(self) -> Any:
-        """The next frame, a `Chunk` or a message; None at the end of the client's side.
+        """The next frame, a `Chunk` or a message; None once the client has ended its side.
 
         Raises:
             DeadlineExceeded: The client sent nothing for too long, or is too slow.
-            ServerBusy: It is slow, and its memory was wanted.
-            MalformedRequest: The bytes are no frame.
+            ServerBusy: It is slow, and another call needed its memory.
+            MalformedRequest: The bytes are not a frame.
             asyncio.CancelledError: The client is gone, or its deadline has passed.
         """
         if self._held_back:
@@ -88,14 +88,14 @@ class Frames:
         if isinstance(frame, Chunk):
             upload.moved_bytes += len(frame.data)
             return frame
-        upload.waited_s = 0.0  # that was for the header; contents have not begun
+        upload.waited_s = 0.0  # that wait was for the header; contents have not begun
         return None if frame is grpc.aio.EOF else sane(frame)
 
     async def hold_back(self, nbytes: int) -> None:
-        """Waits for the first chunks, which `read` gives later; errors as of `read`.
+        """Waits for the first chunks, which `read` returns later; errors as in `read`.
 
         Args:
-            nbytes: Bytes of contents that are to come.
+            nbytes: Bytes of contents still to come.
         """
         held_back: deque[Any] = deque()
         held_bytes, missing_bytes = 0, nbytes
@@ -109,12 +109,12 @@ class Frames:
         self._held_back = held_back
 
     def is_slow(self) -> bool:
-        """Whether it uploads below the least rate, or has not taken a frame of its reply for some seconds."""
+        """Whether it uploads below the minimum rate, or has not taken a reply frame for some seconds."""
         waiting_s = self._timer.waiting_s
         return waiting_s > GIVES_WAY_AFTER_S if self._is_uploaded else self._upload.is_slow(waiting_s)
 
     def end_if_slow(self, error: ServerBusy) -> bool:
-        """Ends the call with an error if the client is slow; whether it is."""
+        """Ends the call with an error if the client is slow; returns whether it is."""
         if self._end is not None:
             return True
         if not self.is_slow():
@@ -124,22 +124,22 @@ class Frames:
         return True
 
     def end_upload(self, reply_bytes: int) -> None:
-        """No frame of it will come any more; a reply of so many bytes will follow."""
+        """The upload is complete; a reply of this many bytes will follow."""
         self._is_uploaded = True
         self._call.memory.uploaded(self._call, reply_bytes)
 
     async def start_reply(self) -> None:
-        """Sends the metadata before the first frame: no status could follow while that one is not taken."""
+        """Sends the metadata before the first frame: otherwise no status could follow until that is taken."""
         if not self._has_metadata:
             await self.confirm_end()
 
     async def confirm_end(self) -> None:
-        """Makes sure that it was the client that ended its side: grpc reads the end from a dead call, too.
+        """Checks that the client itself ended its side: reading from a dead call also returns the end.
 
         Raises:
             asyncio.CancelledError: The client is gone, or its deadline has passed.
         """
-        # A call that is alive can be sent its metadata, of which nothing will be seen but that it is early.
+        # Metadata can be sent only on a live call; all that the client could notice is that it comes early.
         self._has_metadata = True
         await self._within(
             self._call.context.send_initial_metadata(()),
@@ -149,11 +149,11 @@ class Frames:
         )
 
     async def write(self, frame: Any) -> None:
-        """Sends a frame, a `Chunk` or a message; its data is not needed any more once this waits.
+        """Sends a frame, a `Chunk` or a message; its data is no longer needed once this waits.
 
         Raises:
             DeadlineExceeded: The client took nothing for too long, or is too slow.
-            ServerBusy: It is slow, and the memory of its results was wanted.
+            ServerBusy: It is slow, and another call needed the memory of its results.
             asyncio.CancelledError: The client is gone, or its deadline has passed.
         """
         await self._within(
@@ -172,7 +172,7 @@ class Frames:
             text = f"execute: stream: {pace.late_text(self._timer.waiting_s, found, expected)}"
             raise self._end or DeadlineExceeded(text, operator=self._call.operator) from None
         except (grpc.aio.BaseError, grpc.RpcError) as error:
-            # The transport fails before it cancels the task of a call that is dead.
+            # On a dead call, the transport fails before it cancels the task.
             raise asyncio.CancelledError(f"execute: stream: found it closed: {error}") from None
         finally:
             pace.waited_s += self._timer.stop()
@@ -182,26 +182,26 @@ class Execute:
     """The handler of Execute."""
 
     def __init__(self, dispatcher: Dispatcher, upload: PaceLimits, reply: PaceLimits) -> None:
-        """Makes it.
+        """Creates the handler.
 
         Args:
             dispatcher: Runs the calls.
-            upload: How long frames may be waited for.
-            reply: How long it may take until frames are taken.
+            upload: Limits on waiting for frames of an upload.
+            reply: Limits on waiting until frames of a reply are taken.
         """
         self._dispatcher = dispatcher
         self._limits = (upload, reply)
 
     async def __call__(self, call: RpcCall) -> None:
-        """Takes one call from its header to the last chunk of its reply; errors as in `Dispatcher`."""
+        """Handles one call from its header to the last chunk of its reply; errors as in `Dispatcher`."""
         with Frames(call, *self._limits) as frames:
             header = await self._header(frames)
-            call.marks.append(("", time.monotonic()))  # until then there was nothing to decode
+            call.marks.append(("", time.monotonic()))  # until now there was nothing to decode
             request = self._plan(call, header)
             upload = Upload.of(request)
             call.received_bytes = request.known.content_bytes - upload.missing_bytes
             if upload.missing_bytes:
-                self._dispatcher.pool.check(request, is_upload=True)  # what is refused costs no payload
+                self._dispatcher.pool.check(request, is_upload=True)  # a refused call costs no payload
                 await frames.hold_back(upload.missing_bytes)
             admitted: list[Ticket] = []
             source = partial(_receive, call, frames, upload, admitted)
@@ -249,7 +249,7 @@ class Execute:
         self._dispatcher.pool.drop_operands(ticket)
         call.sent_bytes = sum(view.nbytes for view in outcome.contents.values())
         replies = _reply(self._dispatcher, request, outcome)
-        frame = next(replies)  # the header, which is made here and now
+        frame = next(replies)  # the header, which this builds
         await frames.start_reply()
         with UnsentReply(replies, call.sent_bytes, ticket, call, frames.end_if_slow) as unsent:
             while frame is not None:
@@ -261,7 +261,7 @@ class Execute:
 
 def _kind(frame: Any) -> str:
     if isinstance(frame, Header):
-        frame.read()  # what does not parse is no header
+        frame.read()  # raises if it does not parse
         return "header"
     return "chunk" if isinstance(frame, Chunk) else frame.WhichOneof("frame") or "an empty frame"
 
@@ -291,7 +291,7 @@ async def _receive(
             views[name] = ticket.view(name)
         for start in range(0, len(data), CHUNK_BYTES):
             if len(data) > CHUNK_BYTES:
-                await asyncio.sleep(0)  # others get their turn: it was copied once already
+                await asyncio.sleep(0)  # let others run: the data was copied once already
             piece = data[start : start + CHUNK_BYTES]
             views[name][offset + start : offset + start + len(piece)] = piece
     if upload.missing_bytes:
@@ -302,7 +302,7 @@ async def _receive(
 
 
 def _give_way(frames: Frames, operator: str) -> bool:
-    """Ends an upload whose memory is wanted, if it is slow; whether it is."""
+    """Ends an upload that is slow and whose memory is needed; returns whether it is slow."""
     text = (
         f"{operator}: found an upload below the least rate while other calls wait for memory; expected more"
     )

@@ -1,9 +1,9 @@
-"""Spans of OpenTelemetry: one for an RPC, and in it one for each of its stages.
+"""OpenTelemetry spans: one for each RPC, and within it one for each of its stages.
 
-Whether an RPC is traced, and under which ids, is decided on the event loop when it ends; a thread of its own
-makes the spans, and another of OpenTelemetry's sends them, many at a time. The caller's trace is joined, so
-that both sides are one, but unless callers are trusted nothing else that they say counts: else any of them
-could have all of its calls recorded. Baggage is never read.
+When an RPC ends, the event loop decides whether it is traced, and under which ids; a separate thread makes
+the spans, and one of OpenTelemetry's sends them in batches. Spans join the caller's trace, but unless callers
+are trusted, nothing else in their trace context counts: otherwise any of them could have all of its calls
+recorded. Baggage is never read.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ if TYPE_CHECKING:
     from npugrad_server.rpc.funnel import RpcCall
 
 FAREWELL_S = 2.0
-"""Seconds that spans have to be sent at the end; those left then are lost."""
+"""Seconds to send the remaining spans at the end; any left then are lost."""
 MAX_WAITING = 2048
-"""RPCs whose spans may wait to be made before others are dropped."""
+"""RPCs whose spans may wait to be made before more are dropped."""
 MAX_HEADER_CHARACTERS = 512
 """Longest header of a trace context; a longer one is ignored."""
 _HEADERS = ("traceparent", "tracestate")
 _W3C = TraceContextTextMapPropagator()
 _CODES = {code.name: code.value[0] for code in grpc.StatusCode}
 _FAULTS = ("UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS")
-"""Statuses that are an error of a server's span; the others are the caller's affair."""
+"""Statuses that mark a server's span as an error; the others are the caller's."""
 
 
 class _Ended(NamedTuple):
-    """What is needed of an RPC to make its spans; holds neither it nor the frames of its error."""
+    """What is needed to make the spans of an RPC; references neither it nor its error's stack frames."""
 
     parent: SpanContext | None
     trace_id: int
@@ -70,13 +70,13 @@ class _Ended(NamedTuple):
 
 
 class _PlannedIds(RandomIdGenerator):
-    """Ids of the next span, where they were planned; random ones otherwise. For one thread."""
+    """Planned ids for the next span, if any; random ones otherwise. For one thread."""
 
     trace_id: int = 0
     span_id: int | None = None
 
     def generate_trace_id(self) -> int:
-        """That of the next span without a parent."""
+        """The trace id of the next span without a parent."""
         return self.trace_id
 
     def generate_span_id(self) -> int:
@@ -86,17 +86,17 @@ class _PlannedIds(RandomIdGenerator):
 
 
 def otlp_processor() -> SpanProcessor:
-    """What sends spans by OTLP over gRPC to where the standard variables ``OTEL_*`` say.
+    """Sends spans over OTLP/gRPC to where the standard ``OTEL_*`` variables say.
 
     Raises:
-        ValueError: One of the variables is wrong.
+        ValueError: One of the variables is invalid.
         OSError: A file that one of them names cannot be read.
     """
     return BatchSpanProcessor(OTLPSpanExporter())
 
 
 def resource(product: str) -> Resource:
-    """What the spans of a server are of; ``OTEL_SERVICE_NAME`` and ``OTEL_RESOURCE_ATTRIBUTES`` go first."""
+    """Resource of a server's spans; ``OTEL_SERVICE_NAME`` and ``OTEL_RESOURCE_ATTRIBUTES`` override it."""
     ours = {
         "service.name": "npugrad-server",
         "service.version": npugrad.__version__,
@@ -106,9 +106,9 @@ def resource(product: str) -> Resource:
 
 
 class RpcTracing:
-    """Chooses the RPCs that are traced, and makes their spans.
+    """Chooses which RPCs to trace, and makes their spans.
 
-    Concurrency: `ended` is for the event loop and waits for nothing.
+    Concurrency: call `ended` on the event loop; it never waits.
     """
 
     def __init__(
@@ -123,14 +123,14 @@ class RpcTracing:
         """Starts the thread.
 
         Args:
-            processor: What the spans go to.
-            resource: What they are of.
-            services: Those that are served.
-            ratio: Part of the RPCs that are traced.
-            trusts_callers: Whether a caller's trace context decides instead, where there is one.
+            processor: Receives the spans.
+            resource: The spans' resource.
+            services: The services that are served.
+            ratio: Fraction of the RPCs to trace.
+            trusts_callers: Whether a caller's trace context, if there is one, decides instead.
         """
         self._ids = _PlannedIds()
-        # What comes to it was chosen already. The end of the server ends it, within its own time.
+        # RPCs are sampled before they get here. `close` shuts the provider down, within its own time limit.
         self._provider = TracerProvider(
             sampler=ALWAYS_ON, resource=resource, shutdown_on_exit=False, id_generator=self._ids
         )
@@ -145,7 +145,7 @@ class RpcTracing:
         self._thread.start()
 
     def ended(self, call: RpcCall, seconds: float, outcome: tuple[str, str, str]) -> tuple[str, str] | None:
-        """An RPC has ended.
+        """Takes an RPC that has ended.
 
         Args:
             call: The RPC.
@@ -153,9 +153,9 @@ class RpcTracing:
             outcome: gRPC status, reason, and message of the error.
 
         Returns:
-            Trace id and span id, as the log has them; None for an RPC that is not traced.
+            Trace id and span id, as the log shows them; None for an RPC that is not traced.
         """
-        # Not by the trace id: callers choose that.
+        # Not derived from the trace id, which callers choose.
         is_traced = random.random() < self._ratio
         if not (is_traced or self._trusts_callers):
             return None
@@ -187,7 +187,7 @@ class RpcTracing:
         return trace.format_trace_id(trace_id), trace.format_span_id(span_id)
 
     def close(self) -> None:
-        """Sends the spans that are left, within `FAREWELL_S`."""
+        """Sends the remaining spans, within `FAREWELL_S`."""
         self._waiting.put(None)
         self._thread.join(FAREWELL_S)
 
@@ -198,12 +198,12 @@ class RpcTracing:
                 get_logger().warning("spans dropped", calls=dropped)
             try:
                 self._make(ended)
-            except Exception as error:  # the thread must not end for one RPC
+            except Exception as error:  # one RPC must not end the thread
                 get_logger().error("spans not made", method=ended.method, exc_info=error)
         self._provider.shutdown()
 
     def _make(self, ended: _Ended) -> None:
-        """The spans of an RPC."""
+        """Makes the spans of an RPC."""
         epoch_ns = time.time_ns() - time.monotonic_ns()
         service, start_s = self._services.get(ended.method, ""), ended.marks[0][1]
         context = trace.set_span_in_context(
@@ -250,13 +250,13 @@ def _attributes(ended: _Ended) -> dict[str, str | int]:
 
 
 def caller_context(metadata: Iterable[tuple[str, str | bytes]], *, with_state: bool) -> SpanContext | None:
-    """The span that a caller says it is in; None where it says none, or says it wrongly.
+    """The caller's span according to its trace context; None if that is missing or invalid.
 
-    By the rules of W3C: what does not parse, comes twice or is too long is as good as nothing; flags that a
-    later version has mean nothing here.
+    By the W3C rules: a header that does not parse, comes twice or is too long is ignored, and so are flags of
+    later versions.
 
     Args:
-        metadata: What came with the RPC.
+        metadata: Metadata of the RPC.
         with_state: Whether ``tracestate`` is kept as well.
     """
     found: dict[str, list[str]] = {}

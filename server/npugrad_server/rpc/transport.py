@@ -1,4 +1,4 @@
-"""The gRPC server itself: its address, TLS, and what it lets a connection do."""
+"""The gRPC server itself: its address, TLS, and limits of connections."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     ChannelOptions = tuple[tuple[str, int], ...]
 
 LEAST_PING_INTERVAL_S = 30.0
-"""A connection may be pinged this often. grpc's own limit of 300 s ends every call that says nothing for so
-long, because clients ping once a minute to learn that the server is still there."""
+"""A connection may be pinged this often. grpc's own limit of 300 s would end every call that is silent for so
+long, because clients ping once a minute to check that the server is still there."""
 _MAX_PING_STRIKES = 2
-"""Pings that may come earlier; the next one ends the connection, so that pings are no way to keep us busy."""
+"""Pings that may come too early; the next one ends the connection, so that pings cannot keep us busy."""
 _METADATA_BYTES, _MOST_METADATA_BYTES = 8 * 2**10, 16 * 2**10
-"""Metadata of a call: above the first some are refused at random, above the second all. Those are grpc's own
-limits, said here so that no version of it has others."""
+"""Metadata of a call: above the first limit some calls are refused at random, above the second all. These are
+grpc's own defaults, set here so that no version of it has others."""
 
 
 def open_server(
@@ -30,15 +30,15 @@ def open_server(
     *interceptors: grpc.aio.ServerInterceptor,
     certificates: LiveCertificates | None = None,
 ) -> tuple[grpc.aio.Server, Address]:
-    """Takes the port; nothing is served yet.
+    """Binds the port; nothing is served yet.
 
     Args:
         settings: Address and limits.
-        interceptors: Who sees calls before their handlers do.
-        certificates: Those of the server; None for plaintext.
+        interceptors: See calls before their handlers do.
+        certificates: The server's certificates; None for plaintext.
 
     Returns:
-        The server, and its address with the port that was bound.
+        The server, and its address with the bound port.
 
     Raises:
         AddressError: The address cannot be listened on.
@@ -57,15 +57,15 @@ def open_server(
 
 
 def server_options(settings: ServerSettings) -> ChannelOptions:
-    """What grpc is told about the port, messages and connections."""
+    """Returns grpc's options for the port, messages and connections."""
     limit = int(settings.max_message_bytes)
     return (
-        # Two servers on one port would share its calls without anybody noticing.
+        # Otherwise two servers on one port would share its calls without anybody noticing.
         ("grpc.so_reuseport", 0),
         ("grpc.max_receive_message_length", limit),
         ("grpc.max_send_message_length", limit),
-        # A compressed request is refused by its headers, UNIMPLEMENTED: a message of some KiB would else be
-        # inflated to the limit of messages, on the event loop, before anything could count it.
+        # A compressed request is refused by its headers, with UNIMPLEMENTED: otherwise a message of some KiB
+        # would be inflated to the message limit, on the event loop, before anything could count it.
         ("grpc.compression_enabled_algorithms_bitset", 1 << grpc.Compression.NoCompression),
         ("grpc.max_metadata_size", _METADATA_BYTES),
         ("grpc.absolute_max_metadata_size", _MOST_METADATA_BYTES),
@@ -79,14 +79,14 @@ def ping_options(least_interval_s: float = LEAST_PING_INTERVAL_S) -> ChannelOpti
     """How often a client may ping, whether or not it has a call in progress.
 
     Args:
-        least_interval_s: Seconds between two pings of a connection that are not held against it.
+        least_interval_s: Seconds between two pings of a connection without penalty.
     """
     return (
         # The value of GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS in grpc's C core has no "recv",
         # and grpc ignores names that it does not know.
         ("grpc.http2.min_ping_interval_without_data_ms", round(least_interval_s * 1000)),
         ("grpc.http2.max_ping_strikes", _MAX_PING_STRIKES),
-        # Else a connection without calls may be pinged once in two hours only, and proxies ping those.
+        # Otherwise a connection without calls may be pinged only once in two hours, and proxies ping those.
         ("grpc.keepalive_permit_without_calls", 1),
     )
 
@@ -94,9 +94,9 @@ def ping_options(least_interval_s: float = LEAST_PING_INTERVAL_S) -> ChannelOpti
 def _count_options(settings: ServerSettings) -> ChannelOptions:
     pending = settings.max_pending_calls
     return (
-        # Calls that were reset count until they are forgotten. Without a limit, four connections that reset
-        # theirs at once (CVE-2023-44487) fill grpc's queue of pending calls, and it cancels 98 of 100 of
-        # everybody's.
+        # Reset calls count until they are forgotten. Without a limit, four connections that reset their calls
+        # at once (CVE-2023-44487) fill grpc's queue of pending calls, and it cancels 98 of 100 calls, whoever
+        # sent them.
         ("grpc.max_concurrent_streams", settings.max_streams_per_connection),
         ("grpc.max_allowed_incoming_connections", settings.max_connections),
         ("grpc.server.max_pending_requests", pending),

@@ -1,9 +1,8 @@
-"""What of a streamed reply is not sent yet: it leaves its device's arena when others wait for the room there.
+"""The unsent part of a streamed reply, which leaves its device's arena when others wait for room there.
 
-Results lie in the output arena of their device until the client has taken them, and a client may take its
-time, or not take them at all. While nobody wants the room that costs nobody anything. Else the rest of the
-reply is copied into memory of the front process, as far as there is some for that, and the call's bytes in
-both arenas go back.
+Results stay in the output arena of their device until the client has taken them, which may take long or never
+happen. While nobody needs the room, that costs nothing. Otherwise the rest of the reply is copied into front
+memory, as far as there is room, and the call's bytes in both arenas are given back.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _RETRY_AFTER_S = 1.0
 
 
 class UnsentReply:
-    """The frames of one reply that are still to be sent; a context manager around sending them.
+    """The unsent frames of one reply; a context manager around sending them.
 
     Concurrency: for the task that sends them; `give_way` is called by others on the same loop.
     """
@@ -43,11 +42,11 @@ class UnsentReply:
         """Nothing is sent yet.
 
         Args:
-            frames: All of them, whose chunks are views of the arena.
+            frames: All frames; their chunks are views of the arena.
             nbytes: Length of all chunks.
             ticket: The call; closed once its results have left the arena.
-            call: Whose it is; its memory counts what leaves the arena.
-            end_if_slow: Ends the call with an error, if its client is slow; whether it did.
+            call: The RPC; its memory counts what leaves the arena.
+            end_if_slow: Ends the call with an error if its client is slow; returns whether it did.
         """
         self._frames, self._nbytes, self._ticket = frames, nbytes, ticket
         self._call, self._end_if_slow = call, end_if_slow
@@ -55,12 +54,12 @@ class UnsentReply:
         self._moving: asyncio.Task[None] | None = None
 
     def __enter__(self) -> UnsentReply:
-        """From now on its room may be wanted."""
+        """From now on, others may need its room."""
         self._ticket.give_way = self.give_way
         return self
 
     def __exit__(self, *error: object) -> None:
-        """It was sent, or given up."""
+        """The reply was sent or given up."""
         self._ticket.give_way = None
         if self._moving is not None:
             self._moving.cancel()
@@ -78,7 +77,7 @@ class UnsentReply:
         return frame
 
     def give_way(self) -> bool:
-        """Others wait for its room; whether it will be free soon."""
+        """Others wait for its room; returns whether it will be free soon."""
         if self._moving is not None:
             return True
         if self._call.memory.move(self._call, self._nbytes):
@@ -98,22 +97,22 @@ class UnsentReply:
 
 
 class _Copy:
-    """Memory of its own for the contents of frames.
+    """Separate memory for the contents of frames.
 
-    It is no part of the heap: there the memory of a large reply goes back whenever something behind it is
-    freed, by whoever frees it, which holds up the event loop for as long as hundreds of MiB take.
+    It is not on the heap: there the memory of a large reply is returned whenever something behind it is
+    freed, by whoever frees that, which blocks the event loop for as long as hundreds of MiB take.
 
-    Concurrency: each method for a thread beside the loop.
+    Concurrency: `of` and `close` are for threads other than the event loop's.
     """
 
     def __init__(self, nbytes: int) -> None:
-        """Takes so many bytes, none of which is backed yet."""
+        """Maps this many bytes, none of which is backed yet."""
         self._map = mmap.mmap(-1, max(1, nbytes))
         self._views: list[memoryview] = []
         self._lock, self._is_over = threading.Lock(), False
 
     def of(self, frames: Iterator[Any]) -> list[Any]:
-        """The frames, with their contents here; not all of them once it is closed."""
+        """Copies the frames' contents here and returns the frames; not all of them once it is closed."""
         copied, end = [], 0
         for frame in frames:
             with self._lock:
@@ -130,7 +129,7 @@ class _Copy:
         return copied
 
     def close(self) -> None:
-        """Gives the memory back, step by step, as that holds the interpreter's lock; no frame is needed."""
+        """Releases the memory in steps, because that holds the interpreter lock; no frame may be in use."""
         with self._lock:
             self._is_over = True
         for view in self._views:

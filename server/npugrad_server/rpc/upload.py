@@ -1,4 +1,4 @@
-"""What an announced call still waits for, and the rules that its chunks keep."""
+"""What an announced call still waits for, and the rules for its chunks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Upload:
     """What an announced call still waits for; checks chunks against the rules, moves no bytes.
 
     Attributes:
-        missing_bytes: Announced bytes that have not come yet.
+        missing_bytes: Announced bytes that have not arrived yet.
     """
 
     def __init__(self, record: OpRecord, announced: Mapping[str, int]) -> None:
@@ -39,7 +39,7 @@ class Upload:
         return cls(request.plan.record, request.known.announced)
 
     def place(self, operand: int, offset: int, nbytes: int) -> str:
-        """Takes a chunk: checks it and returns the name of its operand.
+        """Checks a chunk, counts it and returns the name of its operand.
 
         Raises:
             MalformedRequest: The operand was not announced.
@@ -66,7 +66,7 @@ class Upload:
         return name
 
     def finish(self) -> None:
-        """Takes the end of the stream.
+        """Checks that the upload is complete at the end of the stream.
 
         Raises:
             MalformedTensor: An operand is not complete.

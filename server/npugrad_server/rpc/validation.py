@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 
 class Predictor(Protocol):
-    """The part of the pool that is asked."""
+    """The part of the pool that validation uses."""
 
     async def workspace_bytes(self, record: OpRecord, call: CallMeta) -> int | None:
-        """Workspace that a legal call would need; None when no device can tell it now."""
+        """Workspace that a legal call would need; None if no device can tell it now."""
 
     def predict(self, planned: PlannedCall) -> tuple[float | None, float | None]:
-        """Seconds that a call would wait and run, were it sent now; None for what nobody knows."""
+        """Seconds that a call sent now would wait and run; None for what is unknown."""
         ...
 
 
@@ -38,11 +38,11 @@ class ValidationServicer:
     """Validates calls against the documented constraints."""
 
     def __init__(self, product: Product, pool: Predictor, registry: Registry = REGISTRY) -> None:
-        """Takes what it asks.
+        """Stores the arguments.
 
         Args:
             product: Product the server serves.
-            pool: Who knows what a call would need.
+            pool: Predicts what a call would need.
             registry: The operators and their messages.
         """
         self._registry = registry
@@ -58,7 +58,7 @@ class ValidationServicer:
 
         Raises:
             MalformedRequest: There is no call, an attribute is missing, or there is no such product.
-            MalformedTensor: Types, sizes or strides are not sane.
+            MalformedTensor: Types, sizes or strides are invalid.
         """
         product = requested_product(message.product, self._product)
         record, request = unwrap(message.call, self._registry, "validate: call")
