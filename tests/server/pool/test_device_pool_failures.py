@@ -187,7 +187,7 @@ def test_a_call_that_always_kills_its_worker_fails_alone(run_pool: Any, job: Any
         bad = asyncio.ensure_future(job(label="bad").run(pool))
         good = [job(seed=i, label=f"good-{i}", n=3).check(pool) for i in range(6)]
         await asyncio.gather(*good)
-        with pytest.raises(WorkerLost, match=r"died in each of 3 tries.*SIGKILL") as caught:
+        with pytest.raises(WorkerLost, match=r"died at each of 3 tries.*SIGKILL") as caught:
             await bad
         assert (caught.value.reason, caught.value.retryable) == ("WORKER_LOST", False)
         assert caught.value.request_id == "request-0"
