@@ -1,13 +1,13 @@
-"""Fine-tune a small detector with deformable attention, its gradients from the service.
+"""Fine-tune a small detector with deformable attention, using gradients from the service.
 
-Pictures of coloured discs, squares and triangles are drawn on a noisy canvas; the detector has to find each
-shape, its box and its kind. It is built like Deformable-DETR (Zhu et al., 2021), on the scale of a laptop: a
-backbone gives two levels of features, queries on a grid look at them by two layers of multi-scale deformable
-attention with learned offsets, and each query answers for what has its centre in its cell. The queries see
-nothing of the picture but what they sample. The kind is read from samples inside of the box that was found.
+Coloured discs, squares and triangles are drawn on a noisy canvas; the detector must find the box and the kind
+of each shape. It is built like Deformable-DETR (Zhu et al., 2021), at laptop scale: a backbone gives two
+levels of features, queries on a grid sample them in two layers of multi-scale deformable attention with
+learned offsets, and each query is in charge of a shape whose centre is in its cell. The queries see only what
+they sample of the picture. The kind is read from samples inside the box that was found.
 
-The backbone first learns by itself, here, to name the shape under each of its cells. Then the whole detector
-is fine-tuned: the gradient of the attention comes from the service through
+The backbone is first trained alone, locally, to name the shape under each of its cells. Then the whole
+detector is fine-tuned: the gradient of the attention comes from the service through
 `multi_scale_deformable_attention`, those of all norms and grid samples through `remote`.
 
     python client/examples/deformable_detector.py --target localhost:50051
@@ -67,7 +67,7 @@ class Scene:
 
 
 def draw(count: int, generator: torch.Generator) -> Scene:
-    """One to three shapes for each picture, in quarters of their own, so that none covers another."""
+    """One to three shapes per picture, each in its own quarter, so that none covers another."""
     quarter = torch.rand(count, 4, generator=generator).argsort(1)[:, :MOST_SHAPES]
     size = (torch.rand(count, MOST_SHAPES, 2, generator=generator) * 0.22 + 0.2).clamp(max=0.42)
     room = 0.48 - size
@@ -86,7 +86,7 @@ def shape_masks(kinds: Tensor, centre: Tensor, size: Tensor) -> Tensor:
     """The pixels (N, MOST_SHAPES, SIDE, SIDE) of shapes that fill boxes."""
     line = (torch.arange(SIDE) + 0.5) / SIDE
     y, x = torch.meshgrid(line, line, indexing="ij")
-    across = (x - centre[..., 0, None, None]) / size[..., 0, None, None] * 2  # -1 to 1 inside of the box
+    across = (x - centre[..., 0, None, None]) / size[..., 0, None, None] * 2  # -1 to 1 inside the box
     down = (y - centre[..., 1, None, None]) / size[..., 1, None, None] * 2
     disc = across.square() + down.square() <= 1
     square = (across.abs() <= 1) & (down.abs() <= 1)
@@ -119,7 +119,7 @@ class Backbone(nn.Module):
 
 
 class AttentionLayer(nn.Module):
-    """Queries sample both levels where they choose to, and think about what they saw."""
+    """Queries sample both levels at learned points, and process the samples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,8 +129,8 @@ class AttentionLayer(nn.Module):
         self.value, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
         self.mlp = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.ReLU(), nn.Linear(2 * WIDTH, WIDTH))
-        # At first each head looks in a direction of its own, each of its points farther out, as in the paper;
-        # by no whole number of pixels, where bilinear sampling has a kink.
+        # At first, each head looks in its own direction, each of its points farther out, as in the paper, but
+        # not by a whole number of pixels, where bilinear sampling has a kink.
         angle = torch.arange(HEADS) * (2 * math.pi / HEADS) + 0.4
         towards = torch.stack((angle.cos(), angle.sin()), -1)[:, None, None]
         distance = torch.arange(1, POINTS + 1)[:, None] * 0.7
@@ -195,7 +195,7 @@ def inside(features: Tensor, boxes: Tensor) -> Tensor:
 def plain_attention(
     value: Tensor, levels: Tensor, starts: Tensor, location: Tensor, weights: Tensor
 ) -> Tensor:
-    """The same attention by PyTorch alone, with PyTorch's own gradient: what to compare with."""
+    """The same attention by PyTorch alone, with PyTorch's own gradient, for comparison."""
     count, _, heads, channels = value.shape
     queries, points = location.shape[1], location.shape[4]
     samples = []
@@ -212,7 +212,7 @@ def plain_attention(
 
 
 def detection_loss(boxes: Tensor, scores: Tensor, scene: Scene) -> Tensor:
-    """Each query answers for the shape whose centre is in its cell; all others for nothing."""
+    """Each query must predict the shape whose centre is in its cell, all others that there is none."""
     picture, shape = (scene.kinds >= 0).nonzero(as_tuple=True)
     targets = scene.boxes[picture, shape]
     cell = cell_of(targets)
@@ -239,7 +239,7 @@ def overlap(one: Tensor, other: Tensor) -> Tensor:
 
 
 def warm_up(backbone: Backbone, generator: torch.Generator) -> None:
-    """The backbone learns to name what is under each coarse cell, all of it here."""
+    """Trains the backbone, entirely locally, to name what is under each coarse cell."""
     head = nn.Conv2d(WIDTH, len(KINDS) + 1, 1)
     optimizer = torch.optim.Adam([*backbone.parameters(), *head.parameters()], RATE)
     for _ in range(WARM_UP_STEPS):
@@ -256,7 +256,7 @@ def warm_up(backbone: Backbone, generator: torch.Generator) -> None:
 
 
 def fine_tune(detector: Detector, client: Client, generator: torch.Generator) -> None:
-    """Adam on fresh pictures at every step; the backbone moves at a tenth of the rate."""
+    """Runs Adam on fresh pictures at every step; the backbone learns at a tenth of the rate."""
     attend, mode = remote_attention(client), remote(client, min_bytes=0)  # everything, however small
     head = [value for name, value in detector.named_parameters() if not name.startswith("backbone")]
     groups: list[dict[str, Any]] = [
@@ -281,7 +281,7 @@ def fine_tune(detector: Detector, client: Client, generator: torch.Generator) ->
 
 
 def remote_attention(client: Client) -> Attention:
-    """Deformable attention whose gradient is the service's."""
+    """Deformable attention with its gradient from the service."""
 
     def attend(value: Tensor, levels: Tensor, starts: Tensor, location: Tensor, weights: Tensor) -> Tensor:
         return multi_scale_deformable_attention(
@@ -316,7 +316,7 @@ def worst_difference(detector: Detector, client: Client, scene: Scene) -> float:
 def measure(detector: Detector, scene: Scene) -> tuple[float, float]:
     """Share of shapes found, and the mean overlap of boxes with the shapes, by the queries in charge.
 
-    Found is what gets its right kind and a box that overlaps by at least one half.
+    A shape is found if its kind is right and its box overlaps by at least one half.
     """
     boxes, scores = detector(scene.images, plain_attention)
     picture, shape = (scene.kinds >= 0).nonzero(as_tuple=True)
@@ -327,7 +327,7 @@ def measure(detector: Detector, scene: Scene) -> tuple[float, float]:
 
 
 def main() -> int:
-    """Command line; the exit status tells whether it learned, and from right gradients."""
+    """Command line; the exit status tells whether it learned, and whether the gradients were right."""
     parser = argparse.ArgumentParser(description="Fine-tune a deformable-attention detector remotely.")
     parser.add_argument("--target", default="localhost:50051", help="address of the server")
     options = parser.parse_args()

@@ -1,8 +1,8 @@
-"""Many gradients at once from an event loop: each checked, all in flight together, one given up.
+"""Many gradients at once from an event loop: each checked, all in flight together, one cancelled.
 
     python client/examples/quickstart_async.py --target localhost:50051
 
-Shows calls side by side, a batch that never has more than a few calls in flight, and what cancelling does.
+Shows concurrent calls, a batch with a limited number of calls in flight, and what cancelling does.
 Needs nothing but the client.
 """
 
@@ -52,7 +52,7 @@ async def side_by_side(client: AsyncClient, number: int) -> bool:
 
 
 async def in_a_batch(client: AsyncClient, number: int) -> bool:
-    """Calls from a generator, eight in flight: only their operands are held."""
+    """Calls from a generator, eight in flight: only their operands are in memory."""
 
     def calls() -> Iterator[dict[str, Any]]:
         for seed in range(number):
@@ -63,7 +63,7 @@ async def in_a_batch(client: AsyncClient, number: int) -> bool:
 
 
 async def given_up(client: AsyncClient) -> bool:
-    """A large call is cancelled as it runs; the server gives it up, and the client goes on."""
+    """Cancels a large call while it runs; the server gives it up, and the client goes on."""
     shape = (8, 64, 256, 256)  # 128 MiB, made by the server
     work = client.group_norm_backward(
         grad_out=Recipe("normal", shape=shape, seed=1),
@@ -84,7 +84,7 @@ async def given_up(client: AsyncClient) -> bool:
 
 
 async def run(target: str, number: int) -> bool:
-    """The three of them with one client."""
+    """Runs all three with one client."""
     async with AsyncClient(target, timeout_s=60.0) as client:
         right = await side_by_side(client, number)
         print(f"{number} calls side by side: {'all right' if right else 'WRONG'}")

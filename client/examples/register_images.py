@@ -144,12 +144,12 @@ def bending_gradient(control: Floats) -> Floats:
 
 
 def penalised_gradient(client: Client, level: Level, control: Floats) -> Floats:
-    """What the descent follows: the error's gradient from the service and that of the bending."""
+    """The gradient of the descent: that of the error, from the service, and that of the bending."""
     return control_gradient(client, level, control) + BENDING * bending_gradient(control)
 
 
 def adam(gradient: Callable[[Floats], Floats], start: Floats, steps: int, rate: float) -> Floats:
-    """Adam with the usual constants (0.9, 0.99) for a number of steps."""
+    """Runs Adam with the usual constants (0.9, 0.99) for a number of steps."""
     point, mean, square = start, np.zeros_like(start), np.zeros_like(start)
     for step in range(1, steps + 1):
         slope = gradient(point)

@@ -1,17 +1,17 @@
-r"""An encrypted connection, and a mutual one, where the client shows a certificate as well.
+r"""An encrypted connection, or mutual TLS, where the client also presents a certificate.
 
-The server is started with its certificate, and for mutual TLS with the authority of its callers:
+Start the server with its certificate and, for mutual TLS, the authority of its callers:
 
     npugrad-server serve --listen 0.0.0.0:50051 --tls-certificate server.pem --tls-key server.key \
         --tls-client-ca callers.pem
 
-and this example with what the client trusts, and who it is:
+and this example with the authority that the client trusts, and its certificate:
 
     python client/examples/secure_connection.py --target host:50051 --ca authority.pem \
         --certificate client.pem --key client.key
 
-Ends with status 1 when it does not get in. The operand is made by the server from a recipe, so that no data
-travels; its digest proves that both sides have the same bits.
+Ends with status 1 if it cannot connect. The server makes the operand from a recipe, so that no data is sent;
+its digest proves that both sides have the same bits.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Two servers, one of which is killed under load: no gradient is lost, none is wrong.
+"""Two servers, one of which is killed under load: no gradient is lost or wrong.
 
     python client/examples/several_servers.py
 
-Starts both on loopback, calls them from several threads, kills one half-way with SIGKILL, and tells how
-many calls were sent a second time. With `--targets host1:50051 host2:50051` it calls running servers and
-kills none: kill one yourself. Needs the server package for the servers it starts.
+Starts both on loopback, calls them from several threads, kills one half-way with SIGKILL, and reports how
+many calls were sent again. With `--targets host1:50051 host2:50051` it calls running servers and kills none:
+kill one yourself. Needs the server package for the servers it starts.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def is_right(seed: int, grads: Any) -> bool:
 
 @contextmanager
 def started_server() -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A server on a free loopback port, and its address; ended with the block."""
+    """Starts a server on a free loopback port; yields it and its address, and ends it with the block."""
     command = [sys.executable, "-m", "npugrad_server", "serve", "--listen", "127.0.0.1:0"]
     command += ["--devices", "cpu:0", "--metrics-listen", "", "--prefault-bytes", "0"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
@@ -67,7 +67,7 @@ def started_server() -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 
 def load(targets: list[str], number: int, victim: subprocess.Popen[str] | None) -> tuple[int, int]:
-    """Makes the calls, 8 at a time, and kills the victim half-way; how many were right, and sent again."""
+    """Makes the calls, 8 at a time, kills the victim half-way; returns how many were right and resent."""
     half = threading.Semaphore(0)
 
     def one(seed: int) -> tuple[bool, int]:
@@ -91,7 +91,7 @@ def load(targets: list[str], number: int, victim: subprocess.Popen[str] | None) 
 
 
 def main() -> int:
-    """Command line; the exit status tells whether every call was answered, and rightly."""
+    """Command line; the exit status tells whether every call was answered correctly."""
     parser = argparse.ArgumentParser(description="Two servers, one of which is killed under load.")
     parser.add_argument("--targets", nargs="+", default=[], help="addresses of running servers")
     parser.add_argument("--calls", type=int, default=400, help="calls in all")

@@ -1,8 +1,8 @@
 """Train a small spatial transformer network whose sampling gradient comes from the service.
 
-Images of a bar are turned by a random angle; a classifier has to tell in which of four places of the bar a
-notch is. In front of it a localisation network chooses an affine map of the plane, by which the image is
-sampled again (Jaderberg et al., "Spatial Transformer Networks"). The model is plain PyTorch and knows of no
+Images of a bar are rotated by a random angle; a classifier must tell in which of four places the bar has a
+notch. Before it, a localisation network chooses an affine map of the plane by which the image is resampled
+(Jaderberg et al., "Spatial Transformer Networks"). The model is plain PyTorch and knows nothing about the
 service; one line around `backward` sends the gradient of the sampling to it.
 
     python client/examples/spatial_transformer.py --target localhost:50051
@@ -29,7 +29,7 @@ WANTED_ACCURACY = 0.9
 
 
 class SpatialTransformer(nn.Module):
-    """Straightens its input by an affine map that it learns, then classifies it."""
+    """Straightens its input by a learned affine map, then classifies it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class SpatialTransformer(nn.Module):
 
 
 def make_images(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Bars (N, 1, SIDE, SIDE) with a notch in one of four places, turned by up to 60 degrees, and labels."""
+    """Bars (N, 1, SIDE, SIDE) with a notch in one of four places, rotated by up to 60 degrees, and labels."""
     labels = torch.randint(0, CLASSES, (count,), generator=generator)
     angles = (torch.rand(count, generator=generator) * 2 - 1) * math.pi / 3
     line = (torch.arange(SIDE) + 0.5) / SIDE * 2 - 1
@@ -69,7 +69,7 @@ def make_images(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]
 
 
 def train(model: SpatialTransformer, mode: Remote, generator: torch.Generator) -> None:
-    """Adam on fresh images at every step."""
+    """Runs Adam on fresh images at every step."""
     optimizer = torch.optim.Adam(model.parameters(), RATE)
     for step in range(1, STEPS + 1):
         images, labels = make_images(BATCH, generator)
@@ -83,7 +83,7 @@ def train(model: SpatialTransformer, mode: Remote, generator: torch.Generator) -
 
 
 def accuracy(model: SpatialTransformer, generator: torch.Generator) -> float:
-    """Share of right answers on 1024 images that were not seen before."""
+    """Share of right answers on 1024 unseen images."""
     images, labels = make_images(1024, generator)
     with torch.no_grad():
         return float((model(images).argmax(dim=1) == labels).float().mean())

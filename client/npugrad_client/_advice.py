@@ -1,8 +1,8 @@
 """Measures backward passes locally and with their operators sent, and advises what to send.
 
-The first call of each kind is also sent, some times, and run here as often, on its own operands; what that
-takes is left out of its pass. From the third pass on, every second one has all its calls sent where they
-stand, before they run here: a call that is sent again and again finds its memory warm.
+The first call of each kind is also sent a few times, and run here as often, on its own operands; the time for
+this is excluded from its pass. From the third pass on, every second pass sends all its calls in place, before
+they run here, because a call that is sent repeatedly finds its memory warm.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 
 _PROBES = 20
-"""How often a call is sent at most to learn its time, the first ones included that do not count."""
+"""Maximum number of times a call is sent to learn its time, including the first, which does not count."""
 _PROBE_S = 2.0
-"""After so long no more of a kind are sent than must be."""
+"""Time limit for each kind; after it, only the minimum number of calls is sent."""
 _FEWEST_PROBES = 3
 _MOST_KINDS = 100
-"""Kinds that are sent to learn their time."""
+"""Maximum number of kinds that are sent to learn their time."""
 _UNMEASURED = f"not measured, as there are more than {_MOST_KINDS} kinds"
 
 
@@ -57,7 +57,7 @@ class KindAdvice:
 
     @property
     def send(self) -> bool:
-        """Whether it is worth sending; not for a tie."""
+        """Whether it is worth sending; a tie is not."""
         return self.remote_s is not None and self.remote_s < MARGIN * self.local_s
 
     @property
@@ -72,8 +72,8 @@ class Advice:
 
     Attributes:
         passes: Backward passes that were measured.
-        is_warm: Whether a pass before them warmed up.
-        backward_s: Seconds of one, with all of it here.
+        is_warm: Whether a pass before them served as warm-up.
+        backward_s: Seconds per pass, run entirely locally.
         step_s: Seconds from the end of one pass to the end of the next, which is a whole step if it has one
             backward pass. None if there was only one pass.
         rows: Kinds of calls the service supports, longest local time first.
@@ -124,7 +124,7 @@ class _Pass:
 
 @dataclass
 class _Seen:
-    """A kind, and what its first call took: sent, and here."""
+    """A kind, and the times of its first call: sent, and here."""
 
     text: str
     nbytes: int
@@ -134,19 +134,19 @@ class _Seen:
 
 
 class CallProfile:
-    """Watches the backward passes of one thread: the first that has one.
+    """Watches the backward passes of one thread: the first to run one.
 
-    Thread safety: calls and passes of other threads run as if it were not there.
+    Thread safety: calls and passes of other threads are unaffected.
     """
 
     def __init__(
         self, send: Callable[[BackwardCall], str], clock: Callable[[], float] = time.perf_counter
     ) -> None:
-        """Of no pass yet.
+        """Creates a profile without passes.
 
         Args:
             send: Sends a call and waits for its results. Returns why it cannot be sent, or an empty text.
-            clock: Seconds.
+            clock: Returns the time in seconds.
         """
         self._send, self._clock = send, clock
         self._thread: int | None = None
@@ -156,12 +156,12 @@ class CallProfile:
 
     @property
     def passes(self) -> int:
-        """Backward passes that have ended well."""
+        """Number of backward passes that completed."""
         return len(self._passes)
 
     @contextmanager
     def backward(self) -> Iterator[bool]:
-        """Around a backward pass; whether it is watched, which one inside another, or elsewhere, is not."""
+        """Wraps a backward pass; yields whether it is watched, False if nested or in another thread."""
         me = threading.get_ident()
         if self._now is not None or self._thread not in (None, me):
             yield False
@@ -175,7 +175,7 @@ class CallProfile:
             self._now = None
 
     def call(self, request: BackwardCall, local: Callable[[], R]) -> R:
-        """Runs a call here, and the first one of a kind elsewhere as well."""
+        """Runs a call here; also sends it if it is the first of its kind or its pass sends its calls."""
         now = self._now
         if now is None or self._thread != threading.get_ident():
             return local()
@@ -198,7 +198,7 @@ class CallProfile:
 
     @property
     def _is_sending(self) -> bool:
-        """Whether calls of this pass are sent before they run here: of every second one after the first."""
+        """Whether this pass sends its calls before it runs them here: every second one, from the third on."""
         return self._passes != [] and len(self._passes) % 2 == 0
 
     def _probe(self, request: BackwardCall, nbytes: int, local: Callable[[], object]) -> _Seen:
@@ -216,13 +216,13 @@ class CallProfile:
             if seen.why:
                 return seen
             sent = self._clock()
-            local()  # in turn, as in a pass: each finds caches and cores as the other leaves them
+            local()  # alternating, as in a pass: each finds caches and cores as the other left them
             seen.remote.append(sent - started)
             seen.local.append(self._clock() - sent)
         return seen
 
     def advice(self) -> Advice:
-        """What was measured; at least one pass must have ended. The first one only warms up, if it can."""
+        """Returns the measurements; at least one pass must have ended. Of several, the first is a warm-up."""
         is_warm = len(self._passes) > 1
         found, sent = self._passes[is_warm::2], self._passes[2::2]
         backward_s = fmean(each.ended_s - each.begun_s - each.probing_s for each in found)
@@ -240,26 +240,26 @@ class CallProfile:
 
 
 def _kind_of(request: BackwardCall) -> tuple[CallKind, int]:
-    """The kind of a call and its bytes; what is odd has neither shapes nor bytes that one could rely on."""
+    """Kind and bytes of a call; an odd call has neither reliable shapes nor reliable bytes."""
     if request.odd is not None:
         return CallKind(request.operator, (request.odd,)), 0
     return kind_of(request.operator, request.inputs, request.attrs), request.nbytes
 
 
 def _usual_s(seconds: Sequence[float]) -> float:
-    """The mean of all but the slowest time, where there are several."""
+    """The mean of the times, without the slowest if there are several."""
     return fmean(sorted(seconds)[: max(len(seconds) - 1, 1)])
 
 
 def _row(kind: CallKind, seen: _Seen, passes: Sequence[_Calls], sent: Sequence[_Calls | None]) -> KindAdvice:
     nbytes = [each for calls in passes for each in calls.nbytes]
     average = fmean(nbytes)
-    # By byte, as sizes of a kind differ; the median, as what disturbs a call here is no reason to send it.
+    # Per byte, because sizes of a kind differ; the median, because a local disturbance is no reason to send.
     local_s, scale = median(_rates(passes)) * max(average, 1), average / max(seen.nbytes, 1)
-    if len(passes) == 1 and seen.local:  # it may have been the first pass: these were warm
+    if len(passes) == 1 and seen.local:  # the pass may have been cold; these calls were warm
         local_s = min(local_s, _usual_s(seen.local[1:]) * scale)
-    remote_s = _usual_s(seen.remote[1:]) * scale if seen.remote else None  # the first one brings the plan
-    if remote_s is not None and any(sent):  # where the call stands, with memory as it is there
+    remote_s = _usual_s(seen.remote[1:]) * scale if seen.remote else None  # the first makes the plan
+    if remote_s is not None and any(sent):  # sent in place, with memory as it is there
         remote_s = _usual_s(_rates([calls for calls in sent if calls])) * average
     return KindAdvice(
         kind.operator, seen.text, len(nbytes) / len(passes), average, local_s, remote_s, seen.why
@@ -267,7 +267,7 @@ def _row(kind: CallKind, seen: _Seen, passes: Sequence[_Calls], sent: Sequence[_
 
 
 def _rates(passes: Sequence[_Calls]) -> list[float]:
-    """Seconds for each byte of each call."""
+    """Seconds per byte of each call."""
     return [
         each_s / max(size, 1)
         for calls in passes

@@ -59,7 +59,7 @@ def is_torch(value: object) -> bool:
 
 
 def has_torch(values: Iterable[object]) -> bool:
-    """Whether one of some values is a torch tensor."""
+    """Whether any of the values is a torch tensor."""
     tensor = getattr(sys.modules.get("torch"), "Tensor", None)
     if tensor is not None:
         for value in values:
@@ -78,7 +78,7 @@ def to_numpy(value: object, operator: str, name: str) -> npt.NDArray[Any]:
     Args:
         value: The operand.
         operator: Name for the error message.
-        name: Name of the operand, as well.
+        name: Name of the operand, also for the error message.
 
     Raises:
         TypeError: It is not an array, its dtype is unsupported, or it is not in CPU memory.
@@ -91,7 +91,7 @@ def to_numpy(value: object, operator: str, name: str) -> npt.NDArray[Any]:
 def _dtype(array: npt.NDArray[Any], operator: str, name: str) -> DType:
     try:
         return dtype_from_name(array.dtype)
-    except (ValueError, TypeError):  # a TypeError of NumPy's own: its newer types have no byte order
+    except (ValueError, TypeError):  # NumPy raises TypeError: its newer types have no byte order
         raise TypeError(
             f"{operator}: {name}: found dtype {array.dtype}; expected float32, float16, bfloat16, float64, "
             "an integer type or bool"
@@ -142,7 +142,7 @@ def _torch_to_numpy(value: Any, operator: str, name: str) -> npt.NDArray[Any]:
         if plain.dtype is torch.bfloat16:
             return plain.view(torch.int16).numpy().view(ml_dtypes.bfloat16)  # type: ignore[no-any-return]
         return plain.numpy()  # type: ignore[no-any-return]
-    except (TypeError, RuntimeError) as error:  # a dtype NumPy lacks; a tensor without memory of its own
+    except (TypeError, RuntimeError) as error:  # a dtype that NumPy lacks; a tensor without memory
         raise TypeError(
             f"{operator}: {name}: found a {type(value).__name__} of {value.dtype} that NumPy cannot read: "
             f"{error}"

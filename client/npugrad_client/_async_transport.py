@@ -1,7 +1,7 @@
-"""The channels to the servers on an event loop: what `_transport` does, without blocking the loop.
+"""Channels to the servers on an event loop: does what `_transport` does, without blocking the loop.
 
-No step on the loop is longer than the copy of 2 MiB: larger calls are streamed, and their frames are
-made and read one at a time, straight from the operands and into the results.
+No step on the loop takes longer than copying 2 MiB: larger calls are streamed, and their frames are made and
+read one at a time, directly from the operands and into the results.
 """
 
 from __future__ import annotations
@@ -39,13 +39,14 @@ if TYPE_CHECKING:
 
 _WRITE_ENDED = "Internal error from Core"
 _STATUS_WAITS, _STATUS_WAIT_S = 10, 0.5
-"""How often, and how long each time, the status of a stream is waited for that is known to have ended.
+"""How often, and how long each time, to wait for the status of a stream that is known to have ended.
 
-grpc's core holds it then: it takes the loop some turns, a few milliseconds in all. There is an end lest a
-fault of grpc's keep a call forever; in several waits, as a loop that stands still uses up no more than one.
+grpc's core already has the status then, and delivers it within a few turns of the loop, a few milliseconds in
+all. The wait is limited, so that a bug in grpc cannot block a call forever, and split, because a stalled loop
+uses up no more than one of the waits.
 """
 _OPEN: weakref.WeakSet[_Home] = weakref.WeakSet()
-"""Homes with open channels: a fork that inherits one cannot use asynchronous channels."""
+"""Homes with open channels: a forked process that inherits one cannot use asynchronous channels."""
 
 
 class _Home:
@@ -60,9 +61,9 @@ class _Home:
         self.closing = asyncio.Event()
 
     def stubs(self, server: int) -> Stubs:
-        """The stubs of a server's channel, opened at the first call and when certificates have changed.
+        """Returns the stubs of a server's channel, opened at the first call and after certificates change.
 
-        A channel that was replaced closes when the last call that has its stubs is over.
+        A replaced channel closes when the last call that uses its stubs is over.
         """
         found = self._stubs.get(server)
         if found is None or (self._tls is not None and found.pem is not self._tls.current()):
@@ -80,14 +81,14 @@ class _Home:
 
 
 class AsyncTransport:
-    """Channels to one or several servers, opened by the first call in the loop of that call.
+    """Channels to one or several servers, opened by the first call in its loop.
 
-    Concurrency: every method may be called by any number of tasks of one loop at once. A transport whose
-    loop has ended, as that of `asyncio.run` does, opens other channels in the next one.
+    Concurrency: every method may be called by any number of tasks of one loop at once. After its loop has
+    ended, as with `asyncio.run`, a transport opens new channels in the next one.
     """
 
     def __init__(self, settings: Settings, registry: Registry = REGISTRY) -> None:
-        """Remembers where to; nothing is opened before the first call."""
+        """Stores the settings; nothing is opened before the first call."""
         self._settings, self._registry = settings, registry
         self._stream_from_bytes = [settings.stream_from_bytes] * len(settings.targets)
         self._picker = Picker(len(settings.targets))
@@ -103,7 +104,7 @@ class AsyncTransport:
             await home.close()
 
     async def ask(self, service: str, request: Any, timeout_s: float | None) -> Any:
-        """One of the small services: `validate`, `server_info` or `list_operators`; errors as in `run`."""
+        """Queries `validate`, `server_info` or `list_operators`; errors as in `run`."""
         return (await self._follow(Query(service, request), timeout_s))[0]
 
     async def run(
@@ -112,9 +113,9 @@ class AsyncTransport:
         """Runs a call, streamed or not by its size; cancelling the task cancels the call.
 
         Raises:
-            NpugradError: What the server answered, or that it did not; its message names the target.
+            NpugradError: The server answered with an error or not at all; the message names the target.
             RuntimeError: The client is closed, or belongs to another running loop.
-            TypeError: `progress` is of another type.
+            TypeError: `progress` has the wrong type.
         """
         call = Call(prepared, self._settings, clock)
         if progress:
@@ -149,7 +150,7 @@ class AsyncTransport:
         return self._is_closed
 
     async def _follow(self, rpc: Rpc, timeout_s: float | None) -> tuple[Any, int]:
-        """Follows a schedule to its end: the answer, and how many tries it took."""
+        """Follows a schedule to its end; returns the answer and the number of tries."""
         home = self._here()
         schedule = begin(self._settings, self._budget, self._picker, rpc.what, timeout_s)
         is_alone = self._settings.retry.hedge_after_s is None
@@ -159,7 +160,7 @@ class AsyncTransport:
             schedule.abandon(time.monotonic())
 
     async def _alone(self, home: _Home, schedule: RetrySchedule, rpc: Rpc) -> Any:
-        """One try after the other, in this task."""
+        """Makes one try after the other, in this task."""
         while True:
             step = schedule.next(time.monotonic())
             if not isinstance(step, Launch):
@@ -181,7 +182,7 @@ class AsyncTransport:
             raise Cancelled(f"{what}: {self._settings.name}: the client was closed before the next try")
 
     async def _race(self, home: _Home, schedule: RetrySchedule, rpc: Rpc) -> Any:
-        """Tries that may overlap, each in a task of its own; the losers are cancelled."""
+        """Makes tries that may overlap, each in its own task; cancels the losers."""
         flying: dict[asyncio.Task[Any], int] = {}
         try:
             while True:
@@ -194,7 +195,7 @@ class AsyncTransport:
                     continue
                 wait_s = None if step.until is None else max(0.0, step.until - time.monotonic())
                 ended, _ = await asyncio.wait(flying, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
-                for task in sorted(ended, key=_is_failed):  # an answer counts, whoever failed beside it
+                for task in sorted(ended, key=_is_failed):  # an answer wins over failures at the same time
                     number = flying.pop(task)
                     error = task.exception()
                     if error is None:
@@ -230,7 +231,7 @@ class AsyncTransport:
         raise lacking(refusal, attempt, info)
 
     async def _carry(self, home: _Home, server: int, rpc: Rpc, attempt: Attempt) -> Any:
-        """Sends an RPC to a server, and reads what comes back; what grpc raises becomes ours."""
+        """Sends an RPC to a server and reads the reply; translates grpc's exceptions to ours."""
         try:
             stubs = home.stubs(server)
             if attempt.is_streamed and isinstance(rpc, Call):
@@ -251,11 +252,11 @@ class AsyncTransport:
 
 
 class _Stream:
-    """The replies of a stream, and how it ended by the server's own word.
+    """The replies of a stream, and the status with which the server ended it.
 
-    Where a stream ends while it is being written, grpc.aio puts an internal error of its own in the place of
-    the status, sometimes before that arrives and sometimes after: a refusal would look like a lost server.
-    Each of the two calls the callbacks, so that they see both.
+    If a stream ends while it is being written, grpc.aio replaces the status by an internal error, sometimes
+    before the status arrives and sometimes after, so that a refusal would look like a lost server. Each of
+    the two runs the done callbacks, so they see both.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -273,7 +274,7 @@ class _Stream:
             self._told.set()
 
     async def replies(self) -> AsyncGenerator[ExecuteResponse, None]:
-        """The frames; raises `grpc.RpcError` unless the server ended the stream well."""
+        """Yields the frames; raises `grpc.RpcError` unless the server ended the stream successfully."""
         try:
             async for frame in self._stream:
                 yield frame
@@ -300,7 +301,7 @@ class _Stream:
 
 
 def _at_once(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """What a coroutine returns that has nothing to wait for; grpc has no other way to the status."""
+    """Returns the result of a coroutine that need not wait; grpc offers no other way to the status."""
     try:
         coroutine.send(None)
     except StopIteration as stop:
@@ -328,7 +329,7 @@ async def _streamed(stubs: Stubs, prepared: Prepared, attempt: Attempt, clock: C
             answer = await read_frames_async(prepared, replies, attempt, clock)
         attempt.stages = server_stages(await stream.trailing_metadata())
     finally:
-        stream.cancel()  # no effect after a complete answer; frees the stream when ours was refused
+        stream.cancel()  # no effect after a complete answer; frees the stream otherwise
     prepared.note_streamed()
     return answer
 

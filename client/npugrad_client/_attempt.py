@@ -18,27 +18,27 @@ class Attempt:
 
     Attributes:
         what: Operator or service that is called.
-        operator: Operator that it is about; empty for none.
+        operator: Operator concerned; empty for none.
         target: Address of the server.
         timeout_s: Deadline of the try in seconds; None for none.
         is_encrypted: Whether the client speaks TLS.
-        is_streamed: Whether it is a call that is streamed.
-        upload_bytes: What a streamed call sends in chunks; 0 for one that travels whole.
-        sent_bytes: How much of that gRPC has taken so far.
-        download_bytes: What a streamed reply brings in chunks; None until its first frame says so.
-        received_bytes: How much of that has arrived.
-        started_s: When the try began, on the monotonic clock, as all that follow; 0.0 for what was not.
+        is_streamed: Whether it is a streamed call.
+        upload_bytes: Bytes that a streamed call sends in chunks; 0 for a call sent as one message.
+        sent_bytes: How many of them gRPC has taken so far.
+        download_bytes: Bytes of a streamed reply that come in chunks; None until its first frame.
+        received_bytes: How many of them have arrived.
+        started_s: When the try began, on the monotonic clock, like the times below; 0.0 if not reached.
         packed_s: When its message was made.
         sent_s: When gRPC had taken all frames of a streamed call.
-        first_s: When the first frame of a streamed reply came.
-        received_s: When the whole reply was there.
+        first_s: When the first frame of a streamed reply arrived.
+        received_s: When the whole reply had arrived.
         ended_s: When it failed, or its results were read.
-        error: Class of its error; empty while there is none.
+        error: Class of its error; empty for none.
         error_text: Message of that error.
         status: Name of its gRPC status.
         number: 1 for the first try of a call.
-        stages: What the server said of its stages, serialized.
-        metadata: What is sent with it; None for nothing.
+        stages: The server's report of its stages, serialized.
+        metadata: gRPC metadata to send with it; None for none.
     """
 
     what: str
@@ -65,7 +65,7 @@ class Attempt:
     metadata: tuple[tuple[str, str], ...] | None = None
 
     def fail(self, error: NpugradError) -> None:
-        """The try has failed."""
+        """Records that the try failed."""
         self.ended_s, self.error = time.monotonic(), type(error).__name__
         self.error_text, self.status = str(error), grpc_status_name(error)
 
@@ -81,11 +81,11 @@ class Attempt:
 
     @property
     def is_uploading(self) -> bool:
-        """Whether some of its data has not gone yet."""
+        """Whether some of its data is still to be sent."""
         return self.sent_bytes < self.upload_bytes
 
     def late_text(self) -> str:
-        """What happened where the deadline has passed: the upload took too long, or the answer."""
+        """Explains why the deadline passed: the upload or the answer took too long."""
         deadline = f"{round(self.timeout_s or 0.0, 3):g} s"
         if not self.is_uploading:
             return f"no answer from {self.target} within {deadline}"

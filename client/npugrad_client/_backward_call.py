@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 class BackwardCall(Protocol):
-    """One backward call in the words of the service."""
+    """One backward call in the service's terms."""
 
     @property
     def operator(self) -> str:
@@ -18,7 +18,7 @@ class BackwardCall(Protocol):
 
     @property
     def inputs(self) -> Mapping[str, Any]:
-        """Operands by name, in the caller's types; None for those that are not there."""
+        """Operands by name, in the caller's types; None for missing ones."""
         ...
 
     @property
@@ -28,21 +28,21 @@ class BackwardCall(Protocol):
 
     @property
     def odd(self) -> str | None:
-        """Which operand is nothing to send, and what it is; None where all are dense, in CPU memory."""
+        """Which operand cannot be sent, and what it is; None if all are dense and in CPU memory."""
         ...
 
     @property
     def nbytes(self) -> int:
-        """Bytes of operands and results; asked for where no operand is odd."""
+        """Bytes of operands and results; only read if no operand is odd."""
         ...
 
     @property
     def is_mixed(self) -> bool:
-        """Whether the operands have several types, all of which the service knows, and may not."""
+        """Whether the operands mix types that the service supports but that must not be mixed."""
         ...
 
     def operands(self) -> Mapping[str, Any]:
-        """Operands by name, None for those that are not there; mixed types as float32."""
+        """Operands by name, None for missing ones; mixed types as float32."""
         ...
 
     def give_back(self, found: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -51,10 +51,10 @@ class BackwardCall(Protocol):
 
 
 class TracedCall(BackwardCall, Protocol):
-    """One that may have no values yet."""
+    """A call whose operands may have no values yet."""
 
     def require_legal(self) -> None:
-        """Refuses what no product takes.
+        """Rejects a call that no product accepts.
 
         Raises:
             OperatorError: The documents refuse the call.

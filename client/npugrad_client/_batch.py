@@ -49,29 +49,29 @@ class Batch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Leaves the bar as it is."""
+        """Stops the bar, which stays on the screen."""
         if self._bar is not None:
             self._bar.stop()
 
     def take(self) -> tuple[int, Mapping[str, Any]] | None:
-        """Place and arguments of the next call; None after the last."""
+        """Returns place and arguments of the next call; None after the last."""
         try:
             call = next(self._calls)
         except StopIteration:
             if self._bar is not None:
-                self._bar.update(self._task, total=self._given)  # known by now
+                self._bar.update(self._task, total=self._given)  # now the total is known
             return None
         self._given += 1
         return self._given - 1, call
 
     def answered(self, place: int, result: Any) -> None:
-        """Keeps a result."""
+        """Stores a result."""
         self._results[place] = result
         if self._bar is not None:
             self._bar.advance(self._task)
 
     def failed(self, place: int, error: Exception) -> None:
-        """Keeps an error, or raises it."""
+        """Stores an error, or raises it."""
         if not self._keeps_errors:
             raise error
         self.answered(place, error)

@@ -1,4 +1,4 @@
-"""Converts the caller's arrays to what is sent, and what is received to results."""
+"""Converts the caller's arrays to calls ready to be sent, and answers to the caller's results."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 CHUNKED_FROM_BYTES = 2**16
 """In a streamed call, operands below this length travel in the header."""
 _INFER_FROM_BYTES = 2**16
-"""Below this much operand data a reply is small as well: no need to infer it to choose how to send."""
+"""With less operand data than this, the reply is small too: no need to infer it to choose how to send."""
 
 
 @dataclass(frozen=True)
@@ -43,19 +43,19 @@ class Prepared:
         call: Metas and attributes.
         contents: Content of each operand that has one, or the recipe for it.
         options: Options of the call.
-        expected: Outputs as the local record infers them; empty when that was not tried, or it refuses.
+        expected: Outputs as the local record infers them; empty if not tried, or if it refuses the call.
         is_refused: Whether the local record refuses the call, whatever the product.
-        targets: Arrays of the caller that are to be filled, by output.
+        targets: The caller's arrays to fill, by output.
         is_apart: Whether results must not land in `targets` as they arrive, because the call may be sent
             twice at once, or because they share memory with operands.
-        unused: Operands of which no value is used: one repeated 0 is sent in their place.
-        registry: Where its messages are.
-        plans: Where a plan for calls of its signature is kept once it is answered well.
-        key: Its signature; None for a call of which no plan is made.
-        arrays: With a signature, the inputs that are not null, in the order in which they were given.
-        plan: The plan it was made by, if there was one.
-        request: By plan, the encoded request, or the encoded header of a streamed call; `contents` is then
-            what follows it in chunks.
+        unused: Operands whose values are not used: one repeated 0 is sent in their place.
+        registry: Registry with its message types.
+        plans: Where a plan for its signature is kept after a successful answer.
+        key: Its signature; None if no plan is made for it.
+        arrays: If it has a signature, the inputs that are not null, in the order given.
+        plan: The plan by which it was made, if any.
+        request: With a plan, the encoded request, or the encoded header of a streamed call; `contents` is
+            then what follows in chunks.
     """
 
     record: OpRecord
@@ -75,11 +75,11 @@ class Prepared:
     request: bytes | None = None
 
     def apart(self) -> Prepared:
-        """The same call, whose results land in arrays of their own."""
+        """Returns the same call with results in new arrays."""
         return replace(self, is_apart=True)
 
     def without_plan(self) -> Prepared:
-        """The same call as it is made without a plan, to be sent in another way than the plan says."""
+        """Returns the same call made without a plan, to send it in another way than planned."""
         plan = self.plan
         if plan is None:
             return self
@@ -87,7 +87,7 @@ class Prepared:
         return replace(self, contents=contents, unused=unused, plan=None, request=None)
 
     def note_streamed(self) -> None:
-        """It was streamed and answered well: a plan for calls of its signature is kept."""
+        """Keeps a plan for its signature after it was streamed and answered successfully."""
         if self.plans is not None and self.plan is None:
             self.plans.keep(self, None)
 
@@ -109,7 +109,7 @@ class Answer:
     info: ExecutionInfo
 
     def after(self, tries: int) -> Answer:
-        """The same answer, with how often the call was sent."""
+        """Returns the same answer with the number of tries."""
         if tries == 1:
             return self
         return replace(self, info=replace(self.info, tries=tries).note(self.info.recorded))
@@ -125,7 +125,7 @@ def prepare(
     *,
     registry: Registry = REGISTRY,
 ) -> Prepared:
-    """Makes a call from what the caller gave.
+    """Makes a call from the caller's arguments.
 
     Args:
         record: The operator.
@@ -134,7 +134,7 @@ def prepare(
         out: Declared outputs by name.
         options: Options of the call.
         product: Product that must accept the call; None to leave that to the server.
-        registry: Where its messages are.
+        registry: Registry with its message types.
 
     Raises:
         TypeError: An operand is not an array, `out` cannot be filled or has an unknown name, or an attribute
@@ -164,12 +164,12 @@ def prepare(
 
 
 def _unused(record: OpRecord, call: CallMeta, contents: Mapping[str, memoryview | Recipe]) -> frozenset[str]:
-    """The operands of a legal call of which no value is used; recipes are short as they are."""
+    """Operands of a legal call whose values are not used; recipes, which are short anyway, are left out."""
     return frozenset(name for name in record.unused(call) if isinstance(contents.get(name), memoryview))
 
 
 def _shrink(call: CallMeta, contents: dict[str, memoryview | Recipe], unused: frozenset[str]) -> CallMeta:
-    """The call with some operands as one repeated 0; `contents` is changed in place."""
+    """Returns the call with unused operands as one repeated 0; changes `contents` in place."""
     sent = {}
     for name in unused:
         meta = call.tensor(name)
@@ -179,7 +179,7 @@ def _shrink(call: CallMeta, contents: dict[str, memoryview | Recipe], unused: fr
 
 
 def require_options(record: OpRecord, options: CallOptions) -> None:
-    """Raises `MalformedRequest` where an option is of the wrong type or out of range."""
+    """Raises `MalformedRequest` if an option has the wrong type or is out of range."""
     problem = options.problem()
     if problem:
         name, text = problem
@@ -187,9 +187,9 @@ def require_options(record: OpRecord, options: CallOptions) -> None:
 
 
 def overlap(contents: Iterable[Array | memoryview | Recipe], targets: Collection[Array]) -> bool:
-    """Whether results that land in an array of the caller would change an operand.
+    """Whether results written to the caller's arrays would change an operand.
 
-    It is sent again when the call is.
+    A retry would then send the changed operand.
     """
     sent = [np.frombuffer(data, np.uint8) if isinstance(data, memoryview) else data for data in contents]
     arrays = [data for data in sent if isinstance(data, np.ndarray)]
@@ -197,7 +197,7 @@ def overlap(contents: Iterable[Array | memoryview | Recipe], targets: Collection
 
 
 def _require_legal(record: OpRecord, call: CallMeta) -> Mapping[str, TensorMeta | None]:
-    """The outputs of a call that its product takes; raises the documented error where it does not."""
+    """Returns the outputs of a call; raises the documented error if its product does not accept it."""
     verdict = validate_call(record, call)
     if verdict.violations:
         raise error_from_verdict(record, verdict)
@@ -205,7 +205,7 @@ def _require_legal(record: OpRecord, call: CallMeta) -> Mapping[str, TensorMeta 
 
 
 def _infer(record: OpRecord, call: CallMeta) -> Mapping[str, TensorMeta | None] | None:
-    """The outputs; None when no product takes the call. Which one the server serves is not known here."""
+    """Returns the outputs; None if no product accepts the call. The server's product is unknown here."""
     for product in dict.fromkeys((call.product, *Product)):
         verdict = validate_call(record, replace(call, product=product))
         if not verdict.violations:

@@ -1,4 +1,4 @@
-"""What the results of all operators have in common: how they show themselves."""
+"""Base class of the results of all operators: how they are displayed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class CallResults:
     info: ExecutionInfo
 
     def __repr__(self) -> str:
-        """Types and shapes of the outputs, never their elements, and the info in short."""
+        """Types and shapes of the outputs, without their elements, and the info in short."""
         parts = [f"{name}={_described(value)}" for name, value in self._outputs().items()]
         return in_lines(
             type(self).__name__, [*parts, f"info={self.info.device}, {self.info.run_s * 1e3:.1f} ms"]

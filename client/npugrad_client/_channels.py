@@ -31,40 +31,39 @@ if TYPE_CHECKING:
     from npugrad_client._tls import PemParts
 
 STREAM_FROM_BYTES = 2**21 + 1
-"""Calls with more than 2 MiB of data either way are streamed. Up to there one message is quicker: a stream
-costs a thread and several turns of both sides. Above, the copies of one chunk overlap with the way of
-another."""
+"""Calls with more than 2 MiB of data in either direction are streamed. Below, one message is faster: a stream
+costs a thread and several steps on both sides. Above, copying one chunk overlaps with sending another."""
 LARGEST_UNARY_BYTES = 3 * 2**20
-"""No setting sends a call as one message with this much data or more: with all else that it has, it so stays
-below the 4 MiB that gRPC takes everywhere unless it is told otherwise."""
+"""No setting sends a call with this much data or more as one message. With everything else in it, a message
+thus stays below gRPC's default limit of 4 MiB."""
 REFUSAL_WAIT_S = 1.0
-"""How long the data of a call that the local record refuses waits for the server to refuse it, too."""
+"""How long a call that the local record refuses delays its data, so that the server can refuse it first."""
 KEEPALIVE_S = 60
-"""How often a connection with calls on it is pinged."""
+"""Interval between pings on a connection with calls."""
 _ENDLESS_S = 1e9
-"""Timeouts from here on are none; grpc's clock cannot hold much more."""
+"""Timeouts from here on count as none; grpc's clock cannot represent much more."""
 
 _OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_send_message_length", codec.MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", codec.MAX_MESSAGE_BYTES),
-    # A path that was lost is noticed while a call is quiet. Not more often: a server counts pings, and closes
-    # the connection, with its calls, of who sends them too often (ours takes one in 30 s, gRPC's own default
-    # one in 300 s).
+    # Detects a lost connection while a call is quiet. Not more often, because a server counts pings and
+    # closes the connection, with its calls, of a client that sends too many (ours accepts one in 30 s, gRPC's
+    # default is one in 300 s).
     ("grpc.keepalive_time_ms", KEEPALIVE_S * 1000),
     ("grpc.keepalive_timeout_ms", 20_000),
-    # A server that restarts is found again soon, and a dead one within seconds, not grpc's two minutes.
+    # Finds a restarted server quickly, and one that was down within seconds, not grpc's two minutes.
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 5_000),
-    # How long a host may be silent that a connection is opened to; grpc's default is 20 s.
+    # How long a host may stay silent while a connection is opened; grpc's default is 20 s.
     ("grpc.min_reconnect_backoff_ms", 5_000),
-    # A connection of its own: one that is shared with a parent's, from before a fork, is broken.
+    # Each channel has its own connection: one shared with the parent from before a fork is broken.
     ("grpc.use_local_subchannel_pool", 1),
 )
 _LOOPBACK = re.compile(r"(dns:/*|ipv4:|ipv6:)?(localhost|127\.[0-9.]+|\[::1\])(:[0-9]+)?", re.I)
 _UNIX = re.compile(r"unix(-abstract)?:.*", re.I)
 _SAME_HOST: tuple[tuple[str, int], ...] = (
-    # How much of a reply gRPC reads ahead. By default it probes how much is on its way, to fill a long line;
-    # on one host what it finds is how far the reader is behind, many MiB, which it then has to hold.
+    # How much of a reply gRPC reads ahead. By default it probes how much data is in flight, to fill a long
+    # link; on one host the probe finds how far the reader is behind, many MiB, which gRPC then buffers.
     ("grpc.http2.bdp_probe", 0),
     ("grpc.http2.lookahead_bytes", codec.CHUNK_BYTES),
 )
@@ -74,7 +73,7 @@ _SEVERAL = re.compile(r"dns:|ipv[46]:[^,]*,", re.I)
 _ROUND_ROBIN = json.dumps(
     {"loadBalancingConfig": [{"round_robin": {}}], "healthCheckConfig": {"serviceName": ""}}
 )
-"""For targets that may name several servers: in turn, and only those whose health service says SERVING."""
+"""For targets that may name several servers: round robin over those whose health service says SERVING."""
 
 
 @dataclass(frozen=True)
@@ -83,8 +82,8 @@ class Settings:
 
     Attributes:
         targets: Addresses with ports, one per server.
-        stream_from_bytes: Calls with this much data in either direction are streamed; to a server that took
-            less as one message, from less on.
+        stream_from_bytes: Calls with this much data in either direction are streamed; for a server with a
+            lower message limit, calls with less.
         retry: When to retry calls.
         tls: Certificates to trust and to present; None for an unencrypted connection.
     """
@@ -122,7 +121,7 @@ class Settings:
 def settings(
     target: str | Sequence[str], stream_from_bytes: int, retry: RetryPolicy | None, tls: Tls | bool | None
 ) -> Settings:
-    """Settings from what the caller of a client gave.
+    """Makes the settings from the arguments of a client.
 
     Raises:
         TypeError: A target is not a string, or `retry` or `tls` has the wrong type.
@@ -153,17 +152,17 @@ def _listed(target: Iterable[str]) -> tuple[str, ...]:
 
 
 class Stubs:
-    """The RPCs of one channel, blocking or not as the channel is.
+    """The RPCs of one channel, blocking or asynchronous like the channel.
 
     Attributes:
-        channel: The channel, which lives as long as somebody has its stubs.
-        pem: What it was opened with; None for an unencrypted connection.
+        channel: The channel, which lives as long as its stubs are referenced.
+        pem: The PEM parts it was opened with; None for an unencrypted connection.
     """
 
     def __init__(self, channel: Any, registry: Registry = REGISTRY, pem: PemParts | None = None) -> None:
         """Makes the stubs; nothing is sent."""
         self.channel, self.pem = channel, pem
-        # Bytes both ways: most are made and read without a message.
+        # Bytes both ways: most requests and replies are encoded and decoded without a message object.
         self._unary = {
             name: channel.unary_unary(f"/{registry.backward.full_name}/{record.rpc}", _registered_method=True)
             for name, record in registry.records.items()
@@ -177,12 +176,12 @@ class Stubs:
         }
 
     def unary(self, record: OpRecord) -> Any:
-        """The unary RPC of an operator, which takes and gives encoded messages."""
+        """Returns the unary RPC of an operator, which takes and returns encoded messages."""
         return self._unary[record.name]
 
 
 def _methods(channel: Any, service: ServiceDescriptor) -> dict[str, Any]:
-    """The RPCs of a service by name, as a generated stub makes them; streams take and give `Chunk`."""
+    """Returns the RPCs of a service by name, as in a generated stub; streams take and return `Chunk`."""
     methods = {}
     for method in service.methods:
         request, response = GetMessageClass(method.input_type), GetMessageClass(method.output_type)
@@ -203,17 +202,17 @@ def channel_options(target: str) -> list[tuple[str, Any]]:
     if is_loopback or _UNIX.fullmatch(target):
         options += _SAME_HOST
     if is_loopback:
-        options.append(("grpc.enable_http_proxy", 0))  # grpc would ask a proxy for this very host
+        options.append(("grpc.enable_http_proxy", 0))  # else grpc would use a proxy even for this host
     if _SEVERAL.match(target):
         options.append(("grpc.service_config", _ROUND_ROBIN))
     return options
 
 
 def check_fork() -> None:
-    """Raises RuntimeError in a forked process where grpc's support of forks was switched off.
+    """Raises RuntimeError in a forked process if grpc's fork support is switched off.
 
-    grpc's own state survives a fork since 1.67, but for that switch; connections do not, so that a process
-    opens its own.
+    Since 1.67, grpc's own state survives a fork if it is on. Connections do not, so each process opens its
+    own.
     """
     if os.getpid() != _IMPORTED_BY and os.environ.get("GRPC_ENABLE_FORK_SUPPORT", "1").lower() in _FALSE:
         raise RuntimeError(
@@ -227,7 +226,7 @@ _FALSE = ("0", "false", "no", "")
 
 
 def grpc_timeout(timeout_s: float | None, what: str) -> float | None:
-    """The timeout as grpc takes it, which reads 0 as none and refuses infinity."""
+    """Converts a timeout for grpc, which treats 0 as none and refuses infinity."""
     if timeout_s is None:
         return None
     if not isinstance(timeout_s, (float, int, SupportsFloat)):

@@ -1,7 +1,7 @@
-"""Calls as events of the Trace Event Format, which chrome://tracing and Perfetto draw.
+"""Converts calls to events of the Trace Event Format, for chrome://tracing and Perfetto.
 
-A process there is the client or a server, a thread a lane: what is in one lane nests or follows. Times are
-whole microseconds, so that no rounding makes two slices overlap.
+A process of the trace is the client or a server, a thread is a lane: slices in one lane nest or follow each
+other. Times are whole microseconds, so that rounding cannot make two slices overlap.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class _Slice(NamedTuple):
-    """A box of the picture, and the boxes below it, by their start.
+    """A box of the picture, and the boxes below it, ordered by start.
 
-    `flow` is the arrow from a try to what a server did for it: its number, its time and its end here.
+    `flow` is one end of the arrow from a try to the server's work for it: number, time, and which end.
     """
 
     name: str
@@ -34,25 +34,25 @@ class _Slice(NamedTuple):
 
 
 class Trace:
-    """The events of one trace, each as JSON; not for several threads at once."""
+    """The events of one trace, each as JSON; not thread-safe."""
 
     def __init__(self) -> None:
-        """A trace of no calls."""
+        """Creates an empty trace."""
         self._processes: dict[str, _Process] = {}
         self._flows = 0
 
     def begin(self) -> list[str]:
-        """The events that stand first."""
+        """Returns the events at the start of the trace."""
         events: list[str] = []
         self._process(_CLIENT, events)
         return events
 
     def events(self, clock: CallClock, args: Mapping[str, Any]) -> list[str]:
-        """Those of a call that has ended.
+        """Returns the events of a call that has ended.
 
         Args:
-            clock: What was measured of it.
-            args: What is shown of it beside its name and times.
+            clock: Its measurements.
+            args: What to show of it besides its name and times.
         """
         events: list[str] = []
         timeline, origin_s = clock.timeline(), clock.begun_s
@@ -91,14 +91,14 @@ class Trace:
 
 
 class _Process:
-    """The lanes of a process: a call takes one for as long as it lasts, and more where its tries overlap."""
+    """The lanes of a process: a call takes one while it lasts, and more if its tries overlap."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self._ends_us: list[int] = []
 
     def draw(self, drawn: _Slice, events: list[str], lane: int | None = None) -> None:
-        """Adds a slice and those below it; without a lane, in one that is free."""
+        """Adds a slice and those below it, to a free lane if none is given."""
         name, begun_us, ended_us, args, below, flow = drawn
         if lane is None:
             lane = self._take(begun_us, ended_us, events)
@@ -124,9 +124,9 @@ class _Process:
                 self.draw(each, events)
 
     def _take(self, begun_us: int, ended_us: int, events: list[str]) -> int:
-        """The free lane that was used last: the calls of one thread mostly stay in one.
+        """Takes the most recently used free lane, so that the calls of one thread mostly stay in one.
 
-        Calls come as they end, so that a lane is free where its last slice ended in time.
+        Calls arrive in the order in which they end, so a lane is free if its last slice ended in time.
         """
         ends_us = self._ends_us
         free = [(reached_us, -lane) for lane, reached_us in enumerate(ends_us) if reached_us <= begun_us]

@@ -24,31 +24,31 @@ class Sink(Protocol):
     """Is notified of every call that ends."""
 
     def ended(self, clock: CallClock) -> None:
-        """A call has ended, well or not; must be quick, and raise nothing."""
+        """Called when a call has ended, successfully or not; must be quick and raise nothing."""
         ...
 
 
 class CallClock:
-    """When the steps of one call were done, on `time.monotonic`; a context manager around the call.
+    """Times of the steps of one call, on `time.monotonic`; a context manager around the call.
 
     Attributes:
         operator: Name of the operator.
         begun_s: When the call was made.
         packed_s: When it was ready to be sent.
-        ended_s: When its results were there, or its error.
+        ended_s: When its results or its error were available.
         attempts: Its tries.
-        prepared: What was sent. This and what follows is for those that are told, and gone after that, as
-            `info` keeps the clock and may be copied or sent to another process.
-        info: What produced the results; None where there are none.
-        error: What it ended with; None for results.
-        trace: Its spans; None where it has none.
+        prepared: What was sent. This and the attributes below are for the sinks and then cleared, because
+            an `ExecutionInfo` keeps its clock and may be copied or sent to another process.
+        info: What produced the results; None without results.
+        error: Its error; None for results.
+        trace: Its spans; None for none.
     """
 
     __slots__ = ("_made", "_sinks", "attempts", "begun_s", "ended_s", "error", "info", "operator",
                  "packed_s", "prepared", "trace")  # fmt: skip
 
     def __init__(self, operator: str, sinks: Sequence[Sink] = (), tracing: Tracing | None = None) -> None:
-        """A call that begins now, and those that are told when it ends."""
+        """Starts the clock of a call; the sinks are notified when it ends."""
         self.operator, self._sinks = operator, sinks
         self.attempts: list[Attempt] = []
         self.prepared: Prepared | None = None
@@ -59,13 +59,13 @@ class CallClock:
         self.trace: CallTrace | None = None if tracing is None else tracing.begin(operator, self.begun_s)
 
     def __enter__(self) -> CallClock:
-        """The clock itself."""
+        """Returns the clock."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """The call has ended."""
+        """Stops the clock, notifies the sinks and ends the spans."""
         self.ended_s = time.monotonic()
         if self._sinks:
             self.error = error
@@ -77,14 +77,14 @@ class CallClock:
         self.prepared = self.info = self.error = self.trace = None
 
     def begin_try(self, attempt: Attempt) -> None:
-        """A try begins; a hedge may, in a thread of its own, when the call has just ended."""
+        """Records the start of a try; a hedge may start in its own thread when the call has just ended."""
         self.attempts.append(attempt)
         trace = self.trace
         if trace is not None:
             trace.begin_try(attempt)
 
     def timeline(self) -> Timeline:
-        """The timeline of the call, once it has ended; what a hedge that lost does later is no part of it."""
+        """Returns the timeline of the ended call, without what a losing hedge does later."""
         if self._made is None:
             origin, ended_s = self.begun_s, self.ended_s
             stages = sorted(
@@ -104,7 +104,7 @@ class CallClock:
         return self._made
 
     def _intervals(self) -> Iterator[Interval]:
-        """The parts of the call on the client's clock, in no order."""
+        """Yields the parts of the call on the client's clock, in no particular order."""
         yield Interval("pack", "client", self.begun_s, self.packed_s)
         attempts = sorted(self.attempts, key=lambda attempt: attempt.started_s)
         for before, after in pairwise(attempts):
@@ -133,10 +133,10 @@ def _of_attempt(attempt: Attempt, ended_s: float) -> Iterator[Interval]:
 
 
 def tracing_by(provider: bool | TracerProvider) -> Tracing | None:
-    """What makes the spans of a client; None for none.
+    """Returns what makes the spans of a client; None for no tracing.
 
     Args:
-        provider: That of the caller; True for the global one.
+        provider: The caller's provider; True for the global one.
 
     Raises:
         ImportError: OpenTelemetry is not installed.
@@ -145,7 +145,7 @@ def tracing_by(provider: bool | TracerProvider) -> Tracing | None:
     if provider is False:
         return None
     try:
-        from npugrad_client._tracing import Tracing  # only here: who does not trace need not have it
+        from npugrad_client._tracing import Tracing  # here, because it is optional
     except ImportError as error:
         raise ImportError(
             f"tracing: OpenTelemetry is not installed ({error}): pip install 'npugrad[otel]'"

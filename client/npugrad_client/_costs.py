@@ -1,7 +1,7 @@
-"""Time that calls of a kind take when sent and when run locally, and which is faster.
+"""Learns how long calls of a kind take when sent and when run locally, and which is faster.
 
-Calls of a kind have operator, types and flags in common, and sizes up to the same power of two: models whose
-sizes change from step to step have few kinds all the same. Within a kind, times are compared by byte.
+Calls of a kind share operator, types, flags, and sizes up to the same power of two, so that even a model
+whose sizes change from step to step has few kinds. Within a kind, times are compared per byte.
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping
 
 TRIALS = 3
-"""Calls of a kind that go each way before one is chosen."""
+"""Calls of a kind that go each way before one way is chosen."""
 _RECENT = 5
-"""Calls of each way that count for the choice: the median of those sent, the fastest of those that ran here.
+"""Latest calls each way that decide: the median of those sent against the fastest of those that ran here.
 
-What disturbs a measurement makes it longer, so that a doubt is decided for what was there before.
+Disturbances only make a measurement longer, so cases of doubt stay local.
 """
 _SURELY = 2.0
-"""After two calls that took more than so many times the slowest one here, no third is sent to learn."""
+"""If two sent calls took more than this many times the slowest local one, no third is sent to learn."""
 MARGIN = 0.95
-"""Sent is what takes less than so much of the time here: a tie is not worth a network."""
+"""Calls are sent if that takes less than this share of the local time: a tie is not worth a network."""
 _LOOK_EVERY = 32
-"""Calls of a kind after which the slower way may be looked at again."""
+"""Calls of a kind after which the slower way may be measured again."""
 _LOOK_SHARE = 0.01
-"""What looking may cost, of the time that the kind took since the last look."""
+"""Maximum cost of measuring the slower way, as a share of the kind's time since the last measurement."""
 _MOST_KINDS = 256
-"""Further kinds of an operator count as one."""
+"""Maximum number of kinds; further kinds of an operator count as one."""
 REST = "other sizes"
 FASTER_HERE = "faster here"
 MEASURED_HERE = "measured here"
 
 
 class CallKind(NamedTuple):
-    """What calls have in common that take about the same time for each byte.
+    """What calls that take about the same time per byte have in common.
 
     Attributes:
         operator: Name of the operator.
-        signature: Types, flags and powers of two of the sizes; empty for all kinds beyond the most.
+        signature: Types, flags and powers of two of the sizes; empty for all kinds beyond the limit.
     """
 
     operator: str
@@ -78,12 +78,12 @@ class CostRow:
 
 
 def kind_of(operator: str, inputs: Mapping[str, Any], attrs: Mapping[str, Any]) -> CallKind:
-    """The kind of a call.
+    """Returns the kind of a call.
 
     Args:
         operator: Name of the operator.
-        inputs: Its operands, of which `dtype` and `shape` are read; None is null.
-        attrs: Its attributes. Numbers count by their power of two, so that modes keep apart.
+        inputs: Its operands, of which only `dtype` and `shape` are read; None is null.
+        attrs: Its attributes. Numbers count by their power of two, which still tells modes apart.
     """
     operands = tuple(None if t is None else (t.dtype, *map(_size, t.shape)) for t in inputs.values())
     return CallKind(operator, (operands, tuple(map(_size, attrs.values()))))
@@ -112,10 +112,10 @@ class _Way:
     nbytes: int = 0
     seconds: float = 0.0
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
-    """Seconds for each byte of the last calls."""
+    """Seconds per byte of the last calls."""
 
     def seconds_of(self, nbytes: float) -> float | None:
-        """What calls of so many bytes took on average; None where there were none."""
+        """Estimated seconds for this many bytes, at the mean rate; None without calls."""
         return self.seconds * nbytes / max(self.nbytes, 1) if self.calls else None
 
     def add(self, seconds: float, nbytes: int) -> None:
@@ -126,16 +126,16 @@ class _Way:
 
 
 class _Entry:
-    """One kind."""
+    """Measurements of one kind."""
 
     def __init__(self, text: str) -> None:
         self.text = text
         self.sent, self.local = _Way(), _Way()
         self.since_calls, self.since_rate = 0, 0.0
-        """Calls since the slower way was looked at, and their seconds for each byte, added up."""
+        """Calls since the slower way was last measured, and the sum of their seconds per byte."""
 
     def why_local(self) -> str:
-        """Why the next call stays here; empty when it is to be sent."""
+        """Returns why the next call should run here; empty if it should be sent."""
         if self._is_learning():
             return "" if self.sent.calls < self.local.calls else MEASURED_HERE
         sends = self._is_faster_sent()
@@ -159,12 +159,12 @@ class _Entry:
         return median(self.sent.recent) < MARGIN * min(self.local.recent)
 
     def _is_time_to_look(self, sends: bool) -> bool:
-        """Whether what a look at the other way probably costs is small beside what the kind took since."""
+        """Whether measuring the other way is probably cheap relative to the kind's time since then."""
         best, other = median(self.sent.recent), min(self.local.recent)
         if not sends:
             best, other = other, best
         last = (self.local if sends else self.sent).recent[-1]
-        if last < best and self.since_calls == 1:  # it was faster when it was looked at: once more
+        if last < best and self.since_calls == 1:  # it was faster when just measured: once more
             return True
         return self.since_calls >= _LOOK_EVERY and max(last, other) - best <= _LOOK_SHARE * self.since_rate
 
@@ -184,11 +184,11 @@ class _Entry:
 
 
 class Costs:
-    """Learns what calls take either way; any number of threads may use one.
+    """Learns how long calls take either way; any number of threads may use one.
 
-    `why_local` sends every second one of the first calls of a kind, and then takes the faster way; one that
-    becomes slow is left as soon as its last calls say so. The other way is looked at again when that costs at
-    most 1 % of what the kind took since.
+    `why_local` sends every second one of the first calls of a kind, then takes the faster way; it switches as
+    soon as the latest calls show that this way became slower. It measures the other way again when that costs
+    at most 1 % of the kind's time since the last measurement.
     """
 
     def __init__(self) -> None:
@@ -196,19 +196,19 @@ class Costs:
         self._entries: dict[CallKind, _Entry] = {}
 
     def why_local(self, kind: CallKind) -> str:
-        """Why the next call of a kind stays here; empty when it is to be sent."""
+        """Returns why the next call of a kind should run here; empty if it should be sent."""
         with self._lock:
             return self._entry(kind, "").why_local()
 
     def add(self, kind: CallKind, text: str, *, is_sent: bool, seconds: float, nbytes: int) -> None:
-        """Counts a call; `text` is what `describe` says of it."""
+        """Counts a call; `text` is its description by `describe`."""
         with self._lock:
             entry = self._entry(kind, text)
             entry.text = entry.text or text
             entry.add(is_sent, seconds, nbytes)
 
     def rows(self) -> tuple[CostRow, ...]:
-        """What is known of each kind, what took longest first."""
+        """Returns the measurements of each kind, longest total time first."""
         with self._lock:
             found = [entry.row(kind.operator) for kind, entry in self._entries.items() if entry.text]
         return tuple(sorted(found, key=lambda row: (-_total_s(row), row.operator, row.kind)))

@@ -1,7 +1,7 @@
-"""What our own formulas can compute, which is more than the documents allow: operands that fit together.
+"""Checks that operands are consistent, which is all that the local formulas need; the documents allow less.
 
-The rules of the documents are in the records. These are none: a call that breaks one of them means nothing,
-here or there, and is refused with the documented error whatever the policy is.
+The documented rules are in the records, not here. A call that fails the checks here is meaningless, locally
+and on the service, and is refused with the documented error whatever the policy.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ FLOATS = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16, DType.FLOAT64)
 
 
 def fits(operator: str, operands: Metas, attrs: Mapping[str, Any]) -> bool:
-    """Whether the operands of a forward pass have ranks, sizes and kinds of types that mean something.
+    """Whether the operands of a forward pass have consistent ranks, sizes and kinds of types.
 
     Args:
         operator: Name of the operator of its gradient.
-        operands: Type and shape of each by name, None for those that are not there.
+        operands: Type and shape of each by name, None for missing ones.
         attrs: Attributes of the operator by name.
     """
     return _FITS[operator]({name: meta for name, meta in operands.items() if meta is not None}, attrs)
 
 
 def is_mixed(operands: Metas) -> bool:
-    """Whether floating operands have several types, all of which go into float32."""
+    """Whether floating-point operands have several types, all of which fit into float32."""
     found = {meta.dtype for meta in operands.values() if meta is not None} & set(FLOATS)
     return len(found) > 1 and DType.FLOAT64 not in found
 
 
 def as_sent(operands: Metas) -> Metas:
-    """The operands as they travel where the documents want them of one type: mixed ones as float32."""
+    """Returns the operands as sent if the documents require a single type: mixed ones as float32."""
     if not is_mixed(operands):
         return operands
     return {

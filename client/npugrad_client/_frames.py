@@ -39,7 +39,7 @@ def request_frames(prepared: Prepared, is_answered: Callable[[], bool], attempt:
         prepared: The call.
         is_answered: Asked once, after the header of a call that the local record refuses; may wait. True
             ends the stream there, so that a call that is bound to be refused costs no upload.
-        attempt: Told how much there is to send, and how much has gone.
+        attempt: Gets the number of bytes to send, and of those sent.
     """
     header, follow = open_call(prepared)
     attempt.upload_bytes = sum(data.nbytes for _, data in follow)
@@ -52,7 +52,7 @@ def request_frames(prepared: Prepared, is_answered: Callable[[], bool], attempt:
 async def request_frames_async(
     prepared: Prepared, is_answered: Callable[[], Awaitable[bool]], attempt: Attempt
 ) -> AsyncIterator[Any]:
-    """As `request_frames`, for an event loop: no step is longer than the copy of one chunk."""
+    """Like `request_frames`, for an event loop: no step takes longer than copying one chunk."""
     header, follow = open_call(prepared)
     attempt.upload_bytes = sum(data.nbytes for _, data in follow)
     yield header
@@ -75,11 +75,11 @@ def open_call(prepared: Prepared) -> tuple[Any, list[tuple[int, memoryview]]]:
 
 
 def chunk_frames(follow: Iterable[tuple[int, memoryview]], attempt: Attempt) -> Iterator[Chunk]:
-    """The chunks of a streamed call, views of the operands: gRPC has each serialized before the next."""
+    """Yields the chunks of a streamed call as views of the operands: gRPC serializes each before the next."""
     for operand, data in follow:
         for offset, piece in layout.chunks(data, codec.CHUNK_BYTES):
             yield Chunk(operand, offset, piece)
-            attempt.sent_bytes += piece.nbytes  # gRPC asks for the next one once this one has gone
+            attempt.sent_bytes += piece.nbytes  # gRPC asks for the next one once this one is sent
 
 
 def _encode(prepared: Prepared, chunk_from_bytes: int | None) -> tuple[Any, list[tuple[int, memoryview]]]:
@@ -120,23 +120,23 @@ def read_frames(
     Args:
         prepared: The call.
         frames: The reply.
-        attempt: Told how much there is to receive, how much has come, and when.
-        clock: What is measured of the call, for its info.
+        attempt: Gets the number of bytes to receive, of those received, and the times.
+        clock: Measurements of the call, for its info.
 
     Raises:
-        NpugradError: The reply is malformed, incomplete, or no answer to this call.
+        NpugradError: The reply is malformed or incomplete, or does not answer this call.
     """
     reply = Reply(prepared, attempt, clock)
     for frame in frames:
         reply.feed(frame)
-        del frame  # else it takes memory until the next one is whole
+        del frame  # else it takes memory until the next one is complete
     return reply.end()
 
 
 async def read_frames_async(
     prepared: Prepared, frames: AsyncIterable[Frame], attempt: Attempt, clock: CallClock | None = None
 ) -> Answer:
-    """As `read_frames`, for an event loop: no step is longer than the copy of one chunk."""
+    """Like `read_frames`, for an event loop: no step takes longer than copying one chunk."""
     reply = Reply(prepared, attempt, clock)
     async for frame in frames:
         reply.feed(frame)
@@ -145,17 +145,17 @@ async def read_frames_async(
 
 
 class Reply:
-    """The reply to a streamed call as it arrives, frame by frame; what is fed lands in its array."""
+    """The reply to a streamed call, fed frame by frame; each chunk goes directly to its array."""
 
     def __init__(self, prepared: Prepared, attempt: Attempt, clock: CallClock | None = None) -> None:
-        """A reply of which nothing has arrived."""
+        """Creates a reply of which nothing has arrived."""
         self._prepared, self._attempt, self._clock = prepared, attempt, clock
         self._info: ExecutionInfo | None = None
         self._arrays: dict[str, Array | None] = {}
         self._pending: dict[int, _Sink] = {}
 
     def feed(self, frame: Frame) -> None:
-        """Takes the next frame; raises `NpugradError` when it does not belong there."""
+        """Takes the next frame; raises `NpugradError` if it is out of place."""
         if self._info is None:
             self._open(frame)
         else:
@@ -179,7 +179,7 @@ class Reply:
         self._info = result.info
 
     def end(self) -> Answer:
-        """The results, after the last frame; raises `NpugradError` when something is missing."""
+        """Returns the results after the last frame; raises `NpugradError` if something is missing."""
         record = self._prepared.record
         if self._info is None:
             raise broken(record, "found nothing as its first frame; expected a header")
@@ -204,7 +204,7 @@ def _header(record: OpRecord, frame: Frame) -> Any:
 
 
 def _decode(prepared: Prepared, message: Any, clock: CallClock | None) -> codec.WireResult:
-    """Metas, contents and info of a response; only what the call can have as results is let through."""
+    """Decodes metas, contents and info of a response; rejects anything the call cannot have as results."""
     record = prepared.record
     try:
         result = codec.decode_response(record, message, clock)
@@ -227,7 +227,7 @@ def _type(meta: TensorMeta | None) -> Any:
 
 
 def destination(prepared: Prepared, name: str, meta: TensorMeta) -> Array:
-    """The caller's own array where results can land in it as they are, else a new one."""
+    """Returns the caller's array if results can be written to it directly, else a new one."""
     target = None if prepared.is_apart else prepared.targets.get(name)
     if target is not None and target.flags.c_contiguous and target.dtype == meta.dtype.numpy:
         return target
@@ -249,7 +249,7 @@ class _Sink:
 
 
 def _store(record: OpRecord, frame: Frame, pending: Mapping[int, _Sink]) -> int:
-    """Puts a chunk where it belongs; returns its bytes."""
+    """Copies a chunk to its array; returns its size in bytes."""
     if not isinstance(frame, Chunk):
         found = "a second header" if frame.WhichOneof("frame") else "an empty frame"
         raise broken(record, f"found {found}; expected a chunk")
@@ -269,12 +269,12 @@ def _store(record: OpRecord, frame: Frame, pending: Mapping[int, _Sink]) -> int:
 
 
 def broken(record: OpRecord, text: str) -> NpugradError:
-    """The error of a server that does not keep to the contract."""
+    """Returns the error for a server that violates the contract."""
     return NpugradError(f"{record.name}: the server's reply is malformed: {text}", operator=record.name)
 
 
 def server_stages(metadata: Iterable[tuple[str, str | bytes]] | None) -> bytes:
-    """What the trailing metadata of a streamed call say of the server's stages."""
+    """Returns the server's stages from the trailing metadata of a streamed call."""
     for key, value in metadata or ():
         if key == TIMELINE_KEY and isinstance(value, bytes):
             return value

@@ -94,9 +94,9 @@ class Threads:
 
 
 def _give_up(future: CallFuture[Any]) -> None:
-    """Ends the future of a call that its pool will not begin, as only a pool that is closed does."""
+    """Ends the future of a call that its pool, which is closed, will not start."""
     if Future.cancel(future):
-        future.set_running_or_notify_cancel()  # else whoever waits for it would never hear of it
+        future.set_running_or_notify_cancel()  # else its waiters would wait forever
 
 
 class Submit(FutureOperators):

@@ -322,7 +322,7 @@ def decode_server_info(response: server_pb2.GetServerInfoResponse) -> ServerInfo
 
 def _state(number: Any) -> str:
     if number not in server_pb2.DeviceState.values():
-        return f"state {number}"  # of a newer server
+        return f"state {number}"  # from a newer server
     return str(server_pb2.DeviceState.Name(number)).removeprefix("DEVICE_STATE_").lower()
 
 

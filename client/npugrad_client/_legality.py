@@ -1,7 +1,7 @@
-"""Calls refused before any work is done for them, as the service would: what the adapters share.
+"""Refuses illegal calls before any work is done, as the service would; shared by the adapters.
 
 The adapters of PyTorch and JAX compute a forward pass first and call the service later, when it is too late
-to say that a shape is wrong. They know of each tensor its type and shape, and that is all this needs.
+to report a wrong shape. The checks need only each tensor's type and shape, which are known early.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 DEFORMABLE_ATTENTION = "multi_scale_deformable_attention_grad"
 FLOYD_ATTENTION = "fused_floyd_attention_grad"
 LANES = 8
-"""How often the documents of Floyd attention want the statistics of a row repeated."""
+"""How often the documents of Floyd attention require the statistics of a row to be repeated."""
 
 
 def require_client(name: str, client: object) -> None:
@@ -39,11 +39,13 @@ def require_legal(
     attrs: Mapping[str, Any],
     product: Product | str = Product.ATLAS_A2,
 ) -> None:
-    """Refuses what a product does not take; what the Atlas A2, which allows the most, does not, none takes.
+    """Refuses calls that a product does not accept.
+
+    The default, Atlas A2, allows the most: what it refuses, no product accepts.
 
     Raises:
         OperatorError: The documents refuse the call.
-        MalformedRequest: An attribute is none that the operator has, such as a mode that there is not.
+        MalformedRequest: An attribute is missing, has the wrong type or an unknown value, such as a mode.
     """
     record = get_operator(operator)
     verdict = validate_call(record, make_call(record, metas, attrs, product=product))
@@ -52,7 +54,7 @@ def require_legal(
 
 
 def require_legal_deformable_attention(metas: Mapping[str, TensorMeta | None]) -> None:
-    """Refuses five operands of a forward pass whose gradient the service would refuse; errors as above."""
+    """Refuses five operands of a forward pass if the service would refuse its gradient; errors as above."""
     value, location = metas["value"], metas["location"]
     grad_output = None
     if value is not None and location is not None:
@@ -62,13 +64,13 @@ def require_legal_deformable_attention(metas: Mapping[str, TensorMeta | None]) -
 
 
 def default_floyd_scale(query: Any) -> float:
-    """1 / sqrt(D) of query, (B, H, N, M, D); 1 where it is None or has no D, as such a call is refused."""
+    """1 / sqrt(D) of query, (B, H, N, M, D); 1 if it is None or has no D, as such a call is refused."""
     depth = query.shape[-1] if query is not None and query.shape else 0
     return float(depth**-0.5) if depth else 1.0
 
 
 def require_legal_floyd_attention(metas: Mapping[str, TensorMeta | None], scale: float) -> None:
-    """The same for the five tensors of Floyd attention and its mask."""
+    """Does the same for the five tensors of Floyd attention and its mask."""
     query = metas["query"]
     rows = None if query is None else TensorMeta("float32", (*query.shape[:4], LANES))
     saved = {"dy": query, "softmax_max": rows, "softmax_sum": rows, "attention_in": query}

@@ -11,19 +11,19 @@ from npugrad_client._attempt import Attempt
 VERSION_REQUEST = server_pb2.GetServerInfoRequest()
 _VERSION_WAIT_S = 5.0
 _NO_CALL = "header: found no call"
-"""What the first servers say of a call that they cannot read, as if there were none."""
+"""What the first servers report for a call that they cannot read, as if there were none."""
 
 
 def asked_operator(service: str, request: Any) -> str:
-    """The operator that one of the small services is asked about; empty for none."""
+    """The operator that a query is about; empty for none."""
     return request.call.WhichOneof("call") or "" if service == "validate" else ""
 
 
 def lacks_operator(error: NpugradError, attempt: Attempt) -> bool:
-    """Whether a server said that it does not know the operator of a call.
+    """Whether an error says that the server does not know the operator of a call.
 
-    A unary method that it does not have is refused by gRPC itself, without a request id. Of a call in a
-    header the server cannot say which operator it is, unlike one that knows it and has no device for it.
+    gRPC itself refuses a unary method that the server lacks, without a request id. For a call in a header,
+    such a server cannot name the operator, unlike one that knows it and has no device for it.
     """
     if not attempt.operator:
         return False
@@ -33,7 +33,7 @@ def lacks_operator(error: NpugradError, attempt: Attempt) -> bool:
 
 
 def version_question(attempt: Attempt) -> Attempt:
-    """The try that asks the server for its version, in what the call has left of its deadline."""
+    """Returns the try that asks the server for its version, in the rest of the call's deadline."""
     left_s = _VERSION_WAIT_S if attempt.timeout_s is None else attempt.timeout_s - attempt.elapsed_s
     return Attempt(
         "server_info", attempt.target, max(0.001, min(left_s, _VERSION_WAIT_S)), attempt.is_encrypted
@@ -41,12 +41,12 @@ def version_question(attempt: Attempt) -> Attempt:
 
 
 def lacking(error: NpugradError, attempt: Attempt, info: Any) -> NpugradError:
-    """What the caller gets; the answer itself where nothing says that a server of ours gave it.
+    """Returns the error for the caller; the original one if nothing shows that it is from a server of ours.
 
     Args:
-        error: What the server answered.
-        attempt: The try that it answered.
-        info: Its GetServerInfoResponse; None where it gave none.
+        error: The server's error.
+        attempt: The try that failed with it.
+        info: The server's GetServerInfoResponse; None if it sent none.
     """
     if info is None and not error.request_id:
         return error

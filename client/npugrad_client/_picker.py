@@ -15,26 +15,26 @@ if TYPE_CHECKING:
     from npugrad.errors import NpugradError
 
 _FIRST_REST_S = 0.5
-"""How long a server that was lost gets no calls, at first; doubled each time it is found lost again."""
+"""How long a lost server gets no calls at first; doubled each time it is found lost again."""
 _LONGEST_REST_S = 10.0
 _MOST_DOUBLINGS = 60
-"""Of a rest, which has long been the longest then; floats end at 1024."""
+"""Limit on doublings of a rest, which reaches its maximum long before; floats overflow at 1024."""
 _BUSY_REST_S = 0.05
-"""How long a full server comes last, unless it says for how long."""
+"""How long a full server is chosen last, unless it says how long."""
 _NEWS_EVERY_S = 30.0
 _NO_DEVICE = "NO_DEVICE"
 
 
 @dataclass
 class _Server:
-    """What is known of a server.
+    """What is known about a server.
 
     Attributes:
         flying: Tries in flight.
         losses: How often in a row it was found lost.
         lost_at: When it was last found lost.
-        answered_at: When it last answered, be it with an error.
-        rests_until: Until when it gets calls only if there is no other.
+        answered_at: When it last answered, even with an error.
+        rests_until: Until when it gets calls only if there is no other server.
     """
 
     flying: int = 0
@@ -44,13 +44,13 @@ class _Server:
     rests_until: float = float("-inf")
 
     def is_ready(self, now: float) -> bool:
-        """Whether it may be given a call: it does not rest, and one that was lost gets a single one first."""
+        """Whether it may get a call: it is not resting, and after a loss it gets a single call first."""
         return now >= self.rests_until and (self.losses == 0 or self.flying == 0)
 
     def is_lost_by(self, error: NpugradError | None, started: float) -> bool:
-        """Whether a try that was sent then and ended so shows that it is lost."""
+        """Whether a try started then that ended with this error shows that the server is lost."""
         if isinstance(error, DeadlineExceeded) and not error.request_id:
-            return self.answered_at < started  # silent for so long; else it was but this call that took long
+            return self.answered_at < started  # silent all the time; else only this call took long
         is_gone = isinstance(error, (ConnectError, ServerDraining))
         return is_gone or (error is not None and error.reason == _NO_DEVICE)
 
@@ -67,14 +67,14 @@ class Picker:
     """
 
     def __init__(self, count: int) -> None:
-        """A picker of so many servers, all taken to be well."""
+        """Creates a picker for this many servers, all assumed to be healthy."""
         self._servers = [_Server() for _ in range(count)]
         self._turn = 0
         self._told_at = float("-inf")
         self._lock = threading.Lock()
 
     def pick(self, now: float, avoid: Collection[int] = ()) -> int:
-        """The server for a try, if possible none of those to avoid; `ended` must follow."""
+        """Picks the server for a try, if possible none of those to avoid; `ended` must follow."""
         with self._lock:
             server = 0
             if len(self._servers) > 1:
@@ -91,17 +91,17 @@ class Picker:
         return not is_ready, index in avoid, rest, server.flying, turn
 
     def has_other(self, now: float, tried: Collection[int]) -> bool:
-        """Whether there is a server that was not tried and takes calls now."""
+        """Whether there is an untried server that takes calls now."""
         with self._lock:
             return any(s.is_ready(now) for index, s in enumerate(self._servers) if index not in tried)
 
     def was_reached(self, index: int) -> bool:
-        """Whether the server has ever answered, be it with an error."""
+        """Whether the server has ever answered, even with an error."""
         with self._lock:
             return self._servers[index].answered_at > float("-inf")
 
     def is_news(self, now: float) -> bool:
-        """Whether somebody should be told that servers are lost: once in 30 s, for all calls together."""
+        """Whether to warn of lost servers now: once in 30 s, for all calls together."""
         with self._lock:
             if now < self._told_at + _NEWS_EVERY_S:
                 return False
@@ -117,14 +117,14 @@ class Picker:
         *,
         is_abandoned: bool = False,
     ) -> None:
-        """A try has ended.
+        """Records the end of a try.
 
         Args:
             index: The server.
             started: When the try was sent.
             now: When it ended.
-            error: How it failed; None when it did not.
-            is_abandoned: It was given up, which tells nothing about the server.
+            error: Its error; None if it succeeded.
+            is_abandoned: It was abandoned, which says nothing about the server.
         """
         with self._lock:
             server = self._servers[index]
@@ -132,7 +132,7 @@ class Picker:
             if is_abandoned or isinstance(error, Cancelled):
                 return
             if server.is_lost_by(error, started):
-                if started >= server.lost_at:  # else it is the same loss, seen by a call of before
+                if started >= server.lost_at:  # else it is the same loss, seen by an earlier try
                     server.losses += 1
                     server.lost_at = now
                     doublings = min(server.losses - 1, _MOST_DOUBLINGS)
@@ -145,7 +145,7 @@ class Picker:
             if isinstance(error, ServerBusy):
                 least_s = (
                     0.0 if error.reason == "WOULD_MISS_DEADLINE" else _BUSY_REST_S
-                )  # may be but that call
+                )  # perhaps only that call is late
                 server.rests_until = now + min(_LONGEST_REST_S, error.retry_after_s or least_s)
             elif started >= server.lost_at:
                 server.losses = 0

@@ -1,7 +1,7 @@
-"""Calls by plan: what follows from a call's signature is worked out once, for all calls that follow.
+"""Plans: whatever follows from a call's signature is computed once and reused by all later calls.
 
-A plan is kept once a server has answered a call of its signature well. Of that answer it holds what is the
-same in the next one, byte for byte; an answer that differs is read as if there were no plan.
+A plan is kept once a server has answered a call of its signature successfully. It contains the part of that
+answer that is the same in the next one, byte for byte; a different answer is read as if there were no plan.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from npugrad_client._call import Array
 
 MAX_PLANS = 256
-"""Plans that a client keeps, of some kilobytes each: those that were used last."""
+"""Maximum number of plans that a client keeps, the last used; each takes some kilobytes."""
 _MAX_OPTIONS = 64
-"""Encoded options that it keeps: labels are few, but nothing makes them so."""
+"""Maximum number of encoded options that it keeps: labels are usually few, but nothing limits them."""
 _OPTIONS = ("deterministic", "priority", "label", "verify")
 
 
@@ -41,15 +41,14 @@ class ClientPlan:
 
     Attributes:
         call: Metas and attributes.
-        expected: Outputs as the local record infers them; empty when that was not tried.
+        expected: Outputs as the local record infers them; empty if not tried.
         nbytes: Bytes of data in the larger direction.
-        are_direct: Of each operand that is not null, whether its content is the array's memory as it is.
-        zeros: What is sent in place of each of which no value is used; None for the others.
-        request: The request but for contents and options; of a call that is streamed, that in its header.
-        follows: Of each operand that is not null, its name if it comes in chunks after that; else None.
-        reply: The reply but for contents and info; None for a call that is streamed.
-        results: Outputs by name, None for those that the reply does not have; of the others meta and NumPy's
-            type.
+        are_direct: For each operand that is not null, whether its content is the array's memory as it is.
+        zeros: For each operand that is not null, what is sent if its values are not used, else None.
+        request: The request without contents and options; for a streamed call, the one in its header.
+        follows: For each operand that is not null, its name if it follows the header in chunks, else None.
+        reply: The reply without contents and info; None for a streamed call.
+        results: Meta and NumPy dtype of the outputs by name; None for those missing from the reply.
     """
 
     call: CallMeta
@@ -63,7 +62,7 @@ class ClientPlan:
     results: Mapping[str, tuple[TensorMeta, np.dtype[Any]] | None] = field(default_factory=dict)
 
     def contents(self, arrays: Sequence[Array]) -> tuple[dict[str, memoryview], frozenset[str]]:
-        """The content of each operand that is not null, and the operands of which no value is used."""
+        """Content of each operand that is not null, and the operands whose values are not used."""
         names = [name for name, meta in self.call.inputs.items() if meta is not None]
         found = {n: _memory(each) for n, each in zip(names, _contents(self, arrays), strict=True)}
         return found, frozenset(n for n, zero in zip(names, self.zeros, strict=True) if zero is not None)
@@ -77,9 +76,9 @@ class Plans:
     """
 
     def __init__(self, registry: Registry = REGISTRY) -> None:
-        """None yet, for calls of these operators."""
+        """Starts without plans, for calls of these operators."""
         self._registry = registry
-        # Two halves: what is used moves to the young one, and when that is full, the old one is forgotten.
+        # Two halves: plans that are used move to the young one; when it is full, the old one is dropped.
         self._young: dict[Hashable, ClientPlan] = {}
         self._old: dict[Hashable, ClientPlan] = {}
         self._options: dict[Hashable, bytes] = {}
@@ -93,13 +92,13 @@ class Plans:
         options: CallOptions,
         product: Product | None = None,
     ) -> Prepared:
-        """Makes a call from what the caller gave, as `_call.prepare` does, with the same errors."""
+        """Makes a call from the caller's arguments, like `_call.prepare`, with the same errors."""
         signature = sign(record, inputs, attrs, out, options, product)
         key, arrays = signature or (None, [])
         plan = None if key is None else self._find(key)
         if plan is None:
             made = prepare(record, inputs, attrs, out, options, product, registry=self._registry)
-            if key is None or tuple(inputs) != tuple(made.call.inputs):  # contents go by the record's order
+            if key is None or tuple(inputs) != tuple(made.call.inputs):  # contents have the record's order
                 return made
             return replace(made, plans=self, key=key, arrays=arrays)
         varying = self._encoded(record, options)
@@ -124,7 +123,7 @@ class Plans:
         )
 
     def _header(self, record: OpRecord, plan: ClientPlan, contents: Sequence[Any], varying: bytes) -> bytes:
-        """The first frame of a call that is streamed."""
+        """The first frame of a streamed call."""
         inline = [each for name, each in zip(plan.follows, contents, strict=True) if name is None]
         message = plan.request.encode(inline, varying)
         return encode_header(self._registry.execute_request, record.name, message)
@@ -143,7 +142,7 @@ class Plans:
         self._young[key] = plan
 
     def _encoded(self, record: OpRecord, options: CallOptions) -> bytes:
-        """A request of which only the options are set."""
+        """A request in which only the options are set, encoded."""
         key = (record.name, options.deterministic, options.priority, options.label, options.verify)
         found = self._options.get(key)
         if found is None:
@@ -157,11 +156,11 @@ class Plans:
         return found
 
     def keep(self, prepared: Prepared, reply: Any | None) -> None:
-        """Keeps the plan of a call that was answered well.
+        """Keeps the plan of a call that was answered successfully.
 
         Args:
             prepared: The call.
-            reply: The message that answered it; None where it was streamed.
+            reply: The message that answered it; None if it was streamed.
         """
         call, arrays = prepared.call, prepared.arrays
         if prepared.key is None:
@@ -198,7 +197,7 @@ def _is_direct(array: Array, meta: TensorMeta) -> bool:
 
 
 def _contents(plan: ClientPlan, arrays: Sequence[Array]) -> Sequence[Any]:
-    """Contiguous memory for each operand that is not null; its own where that will do."""
+    """Contiguous memory for each operand that is not null; its own memory if possible."""
     if all(plan.are_direct):
         return arrays
     each = zip(plan.are_direct, plan.zeros, arrays, strict=True)

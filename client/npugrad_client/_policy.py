@@ -180,7 +180,7 @@ class PolicyEngine:
     """
 
     def __init__(self, client: Client, options: Options, policies: Policies) -> None:
-        """Of calls by this client, with these options."""
+        """Creates an engine for calls by this client, with these options."""
         self._client = client
         self._options = options
         self._policies = policies
@@ -209,12 +209,12 @@ class PolicyEngine:
         kept = local()
         self._count(request, nbytes, started, is_sent=False, why=why)
         if why in (FASTER_HERE, MEASURED_HERE) or why.startswith(FAILED):
-            # Who wants to be sent and fails takes the time of both ways.
+            # A call that is sent and fails takes the time of both ways.
             self._learn(request, nbytes, begun, is_sent=why.startswith(FAILED))
         return kept
 
     def foresees(self, request: BackwardCall) -> bool:
-        """Whether a call would be sent, as far as is known before its data; tells once of a refusal."""
+        """Whether a call would be sent, as far as is known without its data; warns once of a refusal."""
         if request.odd is not None or request.nbytes < self._policies.min_bytes:
             return False
         name = request.operator
@@ -229,7 +229,7 @@ class PolicyEngine:
         return name in server.operators
 
     def keep(self, operator: str, why: str) -> None:
-        """Counts a call that the framework computes in another way, and tells of it once."""
+        """Counts a call that the framework computes in another way, and warns once."""
         self._ledger.add(operator, is_sent=False, why=why, nbytes=0, seconds=0.0)
         self.tell(f"{operator}: {why}", f"{operator} runs locally because {why}")
 
@@ -239,7 +239,7 @@ class PolicyEngine:
         self._costs.add(kind, describe(inputs), is_sent=is_sent, seconds=seconds, nbytes=nbytes)
 
     def keeps(self, request: TracedCall) -> bool:
-        """Whether a call stays here for what is known before its values are; if so it is counted, and told.
+        """Whether a call must run here, as far as is known before its values; if so, counts it and warns.
 
         Raises:
             OperatorError: The documents do not allow the call and the policy is to raise.
@@ -260,7 +260,7 @@ class PolicyEngine:
         self._ledger.add(request.operator, nbytes=nbytes, seconds=seconds, **found)
 
     def _why_local(self, request: BackwardCall) -> tuple[str, int]:
-        """Why a call must stay here, which is empty when it is to be sent, and its bytes."""
+        """Returns why a call must run here (empty if it should be sent), and its bytes."""
         odd = request.odd
         if odd is not None:
             found = f"{request.operator}: {odd}; expected a dense array in CPU memory"
@@ -273,11 +273,11 @@ class PolicyEngine:
         return self._costs.why_local(kind_of(request.operator, request.inputs, request.attrs)), nbytes
 
     def _send(self, request: BackwardCall) -> tuple[_Sent | None, str]:
-        """Results in the caller's order and types, and where the time went; or None, and why."""
+        """Returns results in the caller's order and types, with the timeline; or None, and why."""
         try:
             server = None if self._policies is STRICT else self._ask_server()
             operands = request.operands()
-            if server is not None and request.operator not in server.operators:  # it matters if it is legal
+            if server is not None and request.operator not in server.operators:  # only matters if legal
                 known = _metas(request.operator, operands)
                 require_legal(request.operator, known, request.attrs, server.product)
                 return None, self._lacking(request, f"its version is {server.version}")
@@ -288,7 +288,7 @@ class PolicyEngine:
 
     def _failed(self, request: BackwardCall, error: NpugradError) -> str:
         """Raises by policy; else warns once and returns why the call runs locally."""
-        # A number is the documents' word; without one, a server of another kind may be at that address.
+        # A code means that the documents refuse it; without one, another kind of server may be there.
         if isinstance(error, _REFUSED) and error.code is not None:
             kind = _kind(error)
             return self._refused(request, error, kind, kind)
@@ -304,9 +304,9 @@ class PolicyEngine:
     def _run_legal(
         self, request: BackwardCall, operands: Mapping[str, Any], product: Product | None
     ) -> tuple[dict[str, Any], ExecutionInfo]:
-        """Results by output name, and what produced them.
+        """Returns results by output name, and what produced them.
 
-        What the product does not take, the client refuses before it is sent.
+        The client refuses what the product does not accept, before sending it.
         """
         given = dict(self._options)
         timeout_s = cast("float | None", given.pop("timeout_s", None))
@@ -322,7 +322,7 @@ class PolicyEngine:
         return server
 
     def _lacking(self, request: BackwardCall, found: str) -> str:
-        """Warns once that a server has no such operator, and gives that back in short."""
+        """Warns once that a server lacks the operator; returns the reason in short."""
         name = request.operator
         self.tell(f"{name}: {_LACKING}", f"{name} runs locally because {_LACKING}: {found}")
         return _LACKING
@@ -342,7 +342,7 @@ class PolicyEngine:
 
 
 class Deciding(threading.local):
-    """Whether the engine that is asked first has decided, in this thread, that a call stays here."""
+    """Whether the engine that is asked first has decided, in this thread, to run a call here."""
 
     depth = 0
     is_all_local: ClassVar[bool] = False
@@ -379,7 +379,7 @@ def _metas(operator: str, operands: Mapping[str, Any]) -> dict[str, TensorMeta |
 
 
 def _warn_caller(text: str) -> None:
-    """Warns with the caller's line: that of `backward()`, below which are frames of frameworks and ours."""
+    """Warns at the caller's line, that of `backward()`, skipping the frames of frameworks and of npugrad."""
     known = (sys.modules.get(name) for name in _FRAMEWORKS)
     folders = tuple(package.__path__[0] + os.sep for package in known if package is not None)
     frame = sys._getframe()
@@ -393,7 +393,7 @@ def _warn_caller(text: str) -> None:
 
 
 def _kind(error: OperatorError) -> str:
-    """What two refusals have in common that need only one warning: the constraint, not the numbers."""
+    """Returns what refusals that share one warning have in common: the constraint, not the numbers."""
     first = error.violations[0] if error.violations else None
     if first is None:
         return f"{error.code}"

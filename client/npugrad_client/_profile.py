@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger("npugrad_client")
 
 _WRITE_EVERY_S = 1.0
-"""What a process that dies may lose."""
+"""Interval between writes: what a process that dies may lose."""
 _WRITE_FROM = 256
-"""Calls that are not waited with, and are written at once."""
+"""Number of waiting calls from which they are written at once."""
 _MOST_WAITING = 2**16
-"""Calls that wait for a disk that is slow; further ones are left out."""
+"""Maximum number of calls that wait for a slow disk; further ones are left out."""
 
 
 @contextmanager
@@ -33,10 +33,10 @@ def profiling(path: str | os.PathLike[str], sinks: list[Sink]) -> Iterator[None]
 
     Args:
         path: Output file; overwritten if it exists.
-        sinks: Those that a client tells of its calls.
+        sinks: The sinks that a client notifies of its calls.
 
     Raises:
-        OSError: The file cannot be opened, or, at the end of the block, not all could be written.
+        OSError: The file cannot be opened, or, at the end of the block, not everything could be written.
     """
     profile, is_well = Profile(path), False
     sinks.append(profile)
@@ -46,22 +46,22 @@ def profiling(path: str | os.PathLike[str], sinks: list[Sink]) -> Iterator[None]
     finally:
         sinks.remove(profile)
         error = profile.close()
-        if error is not None and is_well:  # else it matters less than what was raised
+        if error is not None and is_well:  # else the block's own exception matters more
             raise error
 
 
 class Profile:
-    """The file, and a thread that writes it: calls pay for being remembered, not for being written.
+    """The file, and a thread that writes it, so that calls only pay for being recorded.
 
-    Nothing is buffered: a forked process would write what its parent has buffered once more.
+    Nothing is buffered, because a forked process would write its parent's buffer again.
 
     Thread safety: `ended` may be called by any number of threads.
 
-    Processes: what a forked process does is not written.
+    Processes: calls of a forked process are not written.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Begins a file; raises `OSError` where it cannot be written."""
+        """Starts the file; raises `OSError` if it cannot be written."""
         self._path, self._process = os.fspath(path), os.getpid()
         self._file = open(path, "wb", buffering=0)  # noqa: SIM115  # closed by `close`
         self._written_bytes = 0
@@ -78,7 +78,7 @@ class Profile:
         self._thread.start()
 
     def ended(self, clock: CallClock) -> None:
-        """A call has ended."""
+        """Records a call that has ended."""
         if os.getpid() != self._process or self._error is not None:
             return
         if len(self._waiting) >= _MOST_WAITING:
@@ -89,7 +89,7 @@ class Profile:
             self._wake.set()
 
     def close(self) -> OSError | None:
-        """Ends the file; what went wrong with it since it was begun."""
+        """Ends the file; returns the error that occurred since it was started, if any."""
         if os.getpid() == self._process:
             self._is_closing = True
             self._wake.set()
@@ -112,18 +112,18 @@ class Profile:
             events: list[str] = []
             for _ in range(min(len(self._waiting), _WRITE_FROM)):
                 events += self._trace.events(*self._waiting.popleft())
-                time.sleep(0)  # lets go of the interpreter, for which a call would wait up to 5 ms
+                time.sleep(0)  # releases the GIL, for which a call would wait up to 5 ms
             self._write(",\n", events)
 
     def _write(self, text: str, events: Sequence[str]) -> None:
-        """Writes a text and events; what fails is the last that is tried."""
+        """Writes a text and events; after an error, writes nothing more."""
         if self._error is not None:
             return
         try:
             self._put(text, events)
         except OSError as error:
             error.filename, self._error = self._path, error
-            with suppress(OSError):  # of half an event no viewer can make anything
+            with suppress(OSError):  # no viewer can read half an event
                 os.ftruncate(self._file.fileno(), self._written_bytes)
             _LOG.warning("the profile ends here: %s", error)
 
@@ -136,7 +136,7 @@ class Profile:
 
 
 def _args(clock: CallClock) -> dict[str, Any]:
-    """What is shown of a call beside its name and times."""
+    """What to show of a call besides its name and times."""
     error, info = clock.error, clock.info
     args: dict[str, Any] = {}
     if info is not None:

@@ -28,7 +28,7 @@ ProgressStage = Literal["sending", "waiting", "receiving", "done"]
 """Stages of a call; a try goes through them once, in this order."""
 _STAGES: tuple[ProgressStage, ...] = get_args(ProgressStage)
 _EVERY_S = 0.1
-"""Seconds between two looks at the counts."""
+"""Seconds between two reads of the counts."""
 
 
 @dataclass(frozen=True)
@@ -65,21 +65,21 @@ class Progress:
 
 
 class ProgressReport:
-    """The tries of one call, and what was told of them."""
+    """The tries of one call, and what was reported of them."""
 
     def __init__(self, tell: Tell, call: Call) -> None:
-        """A report of a call, to whoever is told."""
+        """Creates a report of a call for the callable `tell`."""
         self._tell, self._attempts = tell, call.clock.attempts
         self._next: dict[int, int] = {}
-        """Of each try, the first of its stages that was not told."""
+        """For each try, the first stage not yet reported."""
 
     def look(self) -> None:
-        """Tells how far the call is."""
+        """Reports how far the call is."""
         if self._attempts:
             self._advance(self._furthest())
 
     def end(self) -> None:
-        """Tells that the call is answered, after the stages that went by unseen."""
+        """Reports that the call is answered, after any stages not seen so far."""
         answered = min(
             (each for each in list(self._attempts) if each.received_s and not each.error),
             key=lambda each: each.received_s,
@@ -87,13 +87,13 @@ class ProgressReport:
         self._advance(replace(self._of(answered), stage="done"))
 
     def _furthest(self) -> Progress:
-        """How far the try is that is furthest; where none goes on, the last one."""
+        """Progress of the most advanced try in flight; if there is none, of the last one."""
         attempts = list(self._attempts)
         alive = [each for each in attempts if not each.error] or attempts[-1:]
         return max(map(self._of, alive), key=_how_far)
 
     def _of(self, attempt: Attempt) -> Progress:
-        stage: ProgressStage = "waiting"  # looked at before the bytes: those of a later stage are complete
+        stage: ProgressStage = "waiting"  # read before the bytes: those of finished stages are complete
         if attempt.download_bytes is not None:
             stage = "receiving"
         elif attempt.is_streamed and not attempt.sent_s:
@@ -102,7 +102,7 @@ class ProgressReport:
         return Progress(stage, attempt.sent_bytes, attempt.upload_bytes, *received, attempt.number)
 
     def _advance(self, found: Progress) -> None:
-        """Tells what was found, after the stages that the try has gone through since it was told of."""
+        """Reports progress, after any stages that the try went through since the last report."""
         reached = _STAGES.index(found.stage)
         for stage in _STAGES[self._next.get(found.try_number, 0) : reached]:
             self._tell(_at(stage, found))
@@ -120,14 +120,14 @@ def _how_far(progress: Progress) -> tuple[int, int, int, int]:
 
 
 def _at(stage: ProgressStage, later: Progress) -> Progress:
-    """How far a call was at a stage, from what is known later."""
+    """Progress of a call at an earlier stage, from its later progress."""
     if stage in ("sending", "waiting"):
         return replace(later, stage=stage, received_bytes=0, bytes_to_receive=0)
     return replace(later, stage=stage)
 
 
 def _listener(progress: Any, operator: str) -> AbstractContextManager[Tell | None]:
-    """What is to be told; None for nothing, because a bar could not be seen."""
+    """Returns the callable to report to; None if a bar could not be seen."""
     if callable(progress):
         return nullcontext(cast("Tell", progress))
     if not isinstance(progress, (bool, str)):
@@ -144,12 +144,12 @@ def reported(call: Call, progress: Any, cancel: Callable[[], Any]) -> Iterator[N
 
     Args:
         call: The call.
-        progress: What its caller gave.
+        progress: The caller's argument.
         cancel: Cancels the call, from any thread.
 
     Raises:
-        TypeError: `progress` is of another type.
-        BaseException: What the callable raised, in place of the error of the call that was cancelled for it.
+        TypeError: `progress` has the wrong type.
+        BaseException: The callable's exception, instead of the error of the call cancelled because of it.
     """
     with _listener(progress, call.what) as tell:
         if tell is None:
@@ -165,13 +165,13 @@ def reported(call: Call, progress: Any, cancel: Callable[[], Any]) -> Iterator[N
 
 
 class _Follower:
-    """The thread that looks at a call."""
+    """The thread that reports on a call."""
 
     def __init__(self, report: ProgressReport, cancel: Callable[[], Any]) -> None:
         self._report, self._cancel = report, cancel
         self._error: BaseException | None = None
         self._over = threading.Event()
-        # With the context of the call, whose variables the callable sees.
+        # In the call's context, so that the callable sees its variables.
         self._thread = threading.Thread(target=copy_context().run, args=(self._work,), daemon=True)
         self._thread.start()
 
@@ -184,7 +184,7 @@ class _Follower:
             self._cancel()
 
     def stop(self) -> None:
-        """Ends the thread; raises what the callable did."""
+        """Ends the thread; raises the callable's exception, if any."""
         self._over.set()
         self._thread.join()
         if self._error is not None:
@@ -192,11 +192,11 @@ class _Follower:
 
 
 async def reported_async(call: Call, progress: Any, run: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """Reports on a call from another task of its loop; errors as of `reported`.
+    """Reports on a call from another task of its loop; errors as in `reported`.
 
     Args:
         call: The call.
-        progress: What its caller gave.
+        progress: The caller's argument.
         run: Makes the call.
     """
     with _listener(progress, call.what) as tell:

@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 _WAITING = "waiting for the result"
 _FIGURES_WIDTH = 64
-"""Columns of a terminal that a title leaves to the rest of its line."""
+"""Terminal columns reserved for the rest of the line after the title."""
 
 
 class _Figures(ProgressColumn):
-    """Bytes, rate and time left; where no bytes go, the time since when."""
+    """Bytes, rate and time left; elapsed time while no bytes are transferred."""
 
     max_refresh = None
 
@@ -56,7 +56,7 @@ def _clock(seconds: float) -> str:
 
 
 class _Screen:
-    """The lines of all calls in flight: a terminal has room for one display that moves."""
+    """The lines of all calls in flight: a terminal has room for only one live display."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -86,28 +86,28 @@ class _Screen:
                 self._count -= 1
                 if self._count == 0:
                     lines.stop()
-                    self._lines = None  # the next one looks anew at what standard error is
+                    self._lines = None  # the next call checks standard error anew
 
 
 _SCREENS: dict[int, _Screen] = {}
-"""By process: a fork may have left the lock of another one's held."""
+"""By process, because a fork may leave the lock of its parent's screen held."""
 
 
 def _lines(console: Console) -> Lines:
     return Lines(
         TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True)),
         TextColumn("{task.fields[at]}", markup=False, table_column=Column(no_wrap=True)),
-        BarColumn(bar_width=20),  # gives way where the terminal is narrow
+        BarColumn(bar_width=20),  # shrinks on a narrow terminal
         _Figures(table_column=Column(no_wrap=True)),
         console=console,
         transient=True,
-        redirect_stdout=False,  # what the caller prints there is for whoever reads it
+        redirect_stdout=False,  # the caller's own output there stays untouched
         redirect_stderr=False,
     )
 
 
 def _can_move(console: Console) -> bool:
-    """Whether what is drawn can be drawn over."""
+    """Whether the console can redraw lines."""
     if console.is_jupyter:
         return find_spec("ipywidgets") is not None  # without it, rich warns instead
     return console.is_terminal and not console.is_dumb_terminal
@@ -115,9 +115,9 @@ def _can_move(console: Console) -> bool:
 
 @contextmanager
 def bar(title: str) -> Iterator[Callable[[Progress], None] | None]:
-    """Shows the progress of a call in a block; yields what is to be told.
+    """Shows the progress of a call in a block; yields the callable to report to.
 
-    None if standard error is neither a terminal nor a notebook, to keep logs free of progress.
+    Yields None if standard error is neither a terminal nor a notebook, to keep logs free of progress.
     """
     console = Console(stderr=True)
     if not _can_move(console):
@@ -129,7 +129,7 @@ def bar(title: str) -> Iterator[Callable[[Progress], None] | None]:
         def tell(progress: Progress) -> None:
             nonlocal shown
             if progress.stage == "done":
-                return  # the line goes now
+                return  # the line is about to be removed
             if shown != (progress.try_number, progress.stage):
                 shown = progress.try_number, progress.stage
                 lines.reset(task, start=False, at=_at(progress), since_s=time.monotonic())
@@ -147,7 +147,7 @@ def _at(progress: Progress) -> str:
 
 
 def _bytes(progress: Progress) -> tuple[int, int]:
-    """Of the bytes of this stage, how many have gone."""
+    """Bytes transferred in this stage, and their total."""
     if progress.stage == "sending":
         return progress.sent_bytes, progress.bytes_to_send
     if progress.stage == "waiting":

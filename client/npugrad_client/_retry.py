@@ -1,8 +1,8 @@
 """Retries: the policy, the budget, and the schedule of one call. No clock, thread or socket.
 
-Operators are pure functions, so a retry never changes a result. Errors are retried that the error table marks
-as retryable. A transport asks a `RetrySchedule` for its next step and tells it how each try ended; both
-transports follow the same schedules.
+Operators are pure functions, so a retry never changes a result. Calls are retried after errors that the error
+table marks as retryable. A transport asks a `RetrySchedule` for its next step and tells it how each try
+ended; both transports follow the same schedules.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _QUIET_S = 1.0
 _LEAST_WAIT_S = 0.02
 """Minimum pause between tries at an unreachable server, whatever the policy says, so as not to flood it."""
 _MOST_DOUBLINGS = 60
-"""Of a wait, which has long been the longest then; floats end at 1024."""
+"""Limit on doublings of a wait, which reaches its maximum long before; floats overflow at 1024."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class RetryBudget:
     """
 
     def __init__(self, policy: RetryPolicy) -> None:
-        """A full bucket."""
+        """Creates a full bucket."""
         self._most, self._refill = policy.budget, policy.budget_refill
         self._left = policy.budget
         self._lock = threading.Lock()
@@ -124,7 +124,7 @@ class RetryBudget:
         return self._left
 
     def take(self) -> bool:
-        """Takes one; False if none is left."""
+        """Takes one retry; returns False if none is left."""
         with self._lock:
             if self._left < 1:
                 return False
@@ -174,7 +174,7 @@ class RetrySchedule:
         timeout_s: float | None,
         now: float,
     ) -> None:
-        """A schedule whose first step is to send the call."""
+        """Creates a schedule whose first step is to send the call."""
         self._policy, self._budget, self._picker = policy, budget, picker
         self._deadline = None if timeout_s is None else now + timeout_s
         self._flying: dict[int, tuple[int, float]] = {}
@@ -185,16 +185,16 @@ class RetrySchedule:
         self.tries = 0
 
     def next(self, now: float) -> Launch | Wait:
-        """The next step.
+        """Returns the next step.
 
         Raises:
-            NpugradError: There is none: how the last try ended. Tries still in flight are of no use.
+            NpugradError: There is none; this is the last try's error. Tries in flight no longer matter.
         """
         if self._next_at is not None and now >= self._next_at:
             is_late = self.tries > 0 and self._is_over(now)
             if not is_late and (not self._flying or self._budget.take()):
                 return self._launch(now)
-            self._next_at = None  # nothing more after the deadline, and no hedge without a budget
+            self._next_at = None  # no try after the deadline, and no hedge without budget
         if self._error is not None and self._next_at is None and not self._flying:
             raise self._error
         return Wait(self._next_at)
@@ -217,19 +217,19 @@ class RetrySchedule:
         return left_s if limit is None else min(limit, left_s)
 
     def answered(self, number: int, now: float) -> None:
-        """A try has brought the answer; the call is over."""
+        """Records that a try was answered, which ends the call."""
         server, started = self._flying.pop(number)
         self._picker.ended(server, started, now, None)
         self._budget.refill()
         for other, since in self._flying.values():
-            if since < started:  # a hedge was sent for want of its answer, and was quicker
+            if since < started:  # it did not answer in time, and its hedge was faster
                 self._picker.ended(other, since, now, DeadlineExceeded("found no answer before the hedge's"))
             else:
                 self._picker.ended(other, since, now, None, is_abandoned=True)
         self._flying.clear()
 
     def failed(self, number: int, error: NpugradError, now: float) -> bool:
-        """A try has failed; whether that is the end of the call, with tries in flight or not."""
+        """Records that a try failed; returns whether this ends the call, even with tries in flight."""
         server, started = self._flying.pop(number)
         is_lost = self._is_lost_by(error, server)
         is_message = isinstance(error, CallTooLarge) and error.is_message
@@ -239,7 +239,7 @@ class RetrySchedule:
             self._lost_since = now
         self._free_tries += is_lost or is_message
         self._error = error
-        if is_message:  # it goes as a stream now, at once; there is no second such refusal of a call
+        if is_message:  # it is streamed now, at once; a call is refused like this only once
             if not self._flying:
                 self._next_at = now
             return False
@@ -249,10 +249,10 @@ class RetrySchedule:
         if not self._flying:
             delay = self._wait_for_lost(now) if is_lost else self._wait_for_other(error, now)
             self._next_at = None if delay is None else now + delay
-        return False  # where another try is in flight, and may be followed by a hedge, it is waited for
+        return False  # if another try is in flight, wait for it; a hedge may still follow it
 
     def abandon(self, now: float) -> None:
-        """The call is over for other reasons; tries in flight are not waited for."""
+        """Ends the call for another reason, without waiting for tries in flight."""
         for server, started in self._flying.values():
             self._picker.ended(server, started, now, None, is_abandoned=True)
         self._flying.clear()
@@ -263,13 +263,13 @@ class RetrySchedule:
         return self.tries - self._free_tries
 
     def _is_lost_by(self, error: NpugradError, server: int) -> bool:
-        """Whether a try ended because its server is gone or going."""
+        """Whether a try ended because its server is gone or shutting down."""
         if isinstance(error, ConnectError) and error.is_misconfigured:
             return self._picker.was_reached(server)
         return isinstance(error, (ConnectError, ServerDraining))
 
     def _may_retry(self, error: NpugradError, now: float) -> bool:
-        if isinstance(error, DeadlineExceeded):  # of a try, while the call itself has time left
+        if isinstance(error, DeadlineExceeded):  # of a try; the call itself may have time left
             return self._policy.try_timeout_s is not None and not self._is_over(now)
         return error.retryable
 
@@ -277,7 +277,7 @@ class RetrySchedule:
         return self._deadline is not None and then >= self._deadline
 
     def _wait_for_lost(self, now: float) -> float | None:
-        """Seconds until another try, which costs nothing; None for no other."""
+        """Seconds until the next try, which costs nothing; None for no further try."""
         if self._policy.max_tries == 1:
             return None
         if self._picker.has_other(now, self._tried):
@@ -292,7 +292,7 @@ class RetrySchedule:
         return delay
 
     def _wait_for_other(self, error: NpugradError, now: float) -> float | None:
-        """Seconds until another try, which is counted and paid for; None for no other."""
+        """Seconds until the next try, which counts and uses the budget; None for no further try."""
         policy = self._policy
         retry_after_s = (error.retry_after_s if isinstance(error, TransportError) else None) or 0.0
         if self._counted_tries >= policy.max_tries:
@@ -300,7 +300,7 @@ class RetrySchedule:
         if self._picker.has_other(now, self._tried):
             delay = 0.0
         elif error.reason == "WOULD_MISS_DEADLINE" or retry_after_s > policy.max_retry_after_s:
-            return None  # here, time only makes it worse
+            return None  # waiting here only makes it worse
         else:
             delay = retry_after_s + self._backoff()
         return delay if not self._is_over(now + delay) and self._budget.take() else None

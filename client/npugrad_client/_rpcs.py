@@ -1,6 +1,6 @@
-"""The RPCs that a transport sends: a call of an operator, or a query to one of the small services.
+"""The RPCs that a transport sends: a call of an operator, or a query such as `server_info`.
 
-All of it that does not wait is here, for both transports.
+Everything that does not wait is here, for both transports.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 
 class Query:
-    """A query to one of the small services.
+    """A query, which runs no operator.
 
     Attributes:
         what: `validate`, `server_info` or `list_operators`.
         operator: The operator that it is about; empty for none.
-        nbytes: Less than from which on anything is streamed.
+        nbytes: Below every limit for streaming.
     """
 
     clock: CallClock | None = None
@@ -38,20 +38,20 @@ class Query:
     is_too_large: bool = False
 
     def __init__(self, service: str, request: Any) -> None:
-        """The query that a message makes."""
+        """Makes a query from its message."""
         self.what, self._request = service, request
         self.operator = asked_operator(service, request)
 
     def method(self, stubs: Stubs) -> Any:
-        """The RPC on a channel."""
+        """Returns the RPC on a channel."""
         return stubs.services[self.what]
 
     def encode(self) -> Any:
-        """What is sent."""
+        """Returns what to send."""
         return self._request
 
     def read(self, reply: Any, attempt: Attempt) -> Any:
-        """The answer from what came back."""
+        """Returns the answer from the reply."""
         return reply
 
 
@@ -61,13 +61,13 @@ class Call:
     Attributes:
         what: Name of the operator.
         operator: The same.
-        clock: What is measured of it.
-        nbytes: Bytes of data in the larger direction, by which it is streamed or travels as one message.
-        is_too_large: Whether one message was too large for it, so that it is streamed from then on.
+        clock: Its measurements.
+        nbytes: Bytes of data in the larger direction, which decide whether it is streamed.
+        is_too_large: Whether it was too large for one message, so that it is streamed from then on.
     """
 
     def __init__(self, prepared: Prepared, settings: Settings, clock: CallClock) -> None:
-        """The call, streamed or not by its size and its server."""
+        """Creates the call; its size and its server decide whether it is streamed."""
         self.clock = clock
         if settings.retry.hedge_after_s is not None:
             prepared = prepared.apart()
@@ -79,23 +79,23 @@ class Call:
             clock.trace.prepared(service, method, self.nbytes)
 
     def streamed(self) -> Prepared:
-        """The call as it is streamed."""
+        """Returns the call prepared for streaming."""
         plan = self._prepared.plan
         return self._prepared if plan is None or plan.reply is None else self._prepared.without_plan()
 
     def method(self, stubs: Stubs) -> Any:
-        """The RPC on a channel."""
+        """Returns the RPC on a channel."""
         return stubs.unary(self._prepared.record)
 
     def encode(self) -> bytes:
-        """What is sent."""
+        """Returns what to send."""
         plan = self._prepared.plan
-        if plan is not None and plan.reply is None:  # it is streamed to another server, of a lower limit
+        if plan is not None and plan.reply is None:  # planned as a stream, for a server with a lower limit
             self._whole = self._prepared.without_plan()
         return encode_unary(self._whole)
 
     def read(self, reply: bytes, attempt: Attempt) -> Answer:
-        """The results from what came back; raises `NpugradError` where that is no answer to the call."""
+        """Returns the results from the reply; raises `NpugradError` if it does not answer the call."""
         return read_unary(self._whole, reply, attempt, self.clock)
 
 
@@ -103,16 +103,16 @@ Rpc: TypeAlias = Call | Query
 
 
 def note_too_large(rpc: Rpc, error: NpugradError, limits: list[int], server: int) -> None:
-    """Remembers that a server, or something before it, does not take a call as one message.
+    """Remembers that a server, or something before it, does not accept a call as one message.
 
-    The call is streamed from now on, and so are those to that server with more than half as much data: what
-    exactly the limit is, only some say, and each in words of its own.
+    From now on, the call is streamed, and so are calls to that server with more than half as much data: only
+    some servers state their limit, and each in its own words.
 
     Args:
         rpc: What was sent.
-        error: What came back.
-        limits: From how much data on calls are streamed, by server; changed.
-        server: Which one it was.
+        error: The error it failed with.
+        limits: Number of bytes from which calls are streamed, by server; changed in place.
+        server: Index of the server.
     """
     if isinstance(error, CallTooLarge) and error.is_message:
         rpc.is_too_large = True
@@ -120,12 +120,12 @@ def note_too_large(rpc: Rpc, error: NpugradError, limits: list[int], server: int
 
 
 VERSION = Query("server_info", VERSION_REQUEST)
-"""What version a server has."""
+"""Asks a server for its version."""
 
 
 def begin(
     settings: Settings, budget: RetryBudget, picker: Picker, what: str, timeout_s: float | None
 ) -> RetrySchedule:
-    """The tries of an RPC; errors as of `grpc_timeout`."""
+    """Returns the schedule of the tries of an RPC; errors as in `grpc_timeout`."""
     limit = None if timeout_s is None else grpc_timeout(timeout_s, what)
     return RetrySchedule(settings.retry, budget, picker, limit, time.monotonic())

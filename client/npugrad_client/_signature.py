@@ -31,11 +31,11 @@ def sign(
     options: CallOptions,
     product: Product | None = None,
 ) -> tuple[Hashable, list[npt.NDArray[Any]]] | None:
-    """The signature of a call, and its inputs that are not null.
+    """Returns the signature of a call, and its inputs that are not null.
 
     Returns:
         A key, equal for two calls only if nothing but contents, label and priority differ, and the arrays in
-        the order in which they were given. None where something is of a kind that only the general way knows.
+        the order given. None if a value has a type that only the general path supports.
     """
     arrays: list[npt.NDArray[Any]] = []
     key: list[Hashable] = [record.name, product, tuple(inputs), tuple(attrs)]
@@ -48,14 +48,14 @@ def sign(
                 return None
             try:
                 value = _arrays.to_numpy(value, record.name, name)
-            except TypeError:  # the general way says what is wrong first
+            except TypeError:  # the general path reports what is wrong
                 return None
         arrays.append(value)
         key.append((value.dtype, value.shape, value.strides))
     values = (options.deterministic, options.verify, *attrs.values())
     if not _is_plain(values) or type(options.priority) is not int or type(options.label) is not str:
         return None
-    # Its bytes tell True from 1, 1 from 1.0 and 0.0 from -0.0, which are equal.
+    # Its bytes distinguish True from 1, 1 from 1.0 and 0.0 from -0.0, which compare equal.
     packed = marshal.dumps(values, 2)
     if len(packed) > _MAX_ATTRS_BYTES:
         return None
@@ -66,7 +66,7 @@ def sign(
 
 
 def _is_plain(values: tuple[Any, ...]) -> bool:
-    """Whether `marshal` writes the values as what they are: those of NumPy it writes as bytes."""
+    """Whether `marshal` preserves the types of the values: it writes those of NumPy as bytes."""
     for value in values:
         if type(value) in _PLAIN:
             continue
@@ -76,7 +76,7 @@ def _is_plain(values: tuple[Any, ...]) -> bool:
 
 
 def _declare(out: Mapping[str, Any], key: list[Hashable]) -> bool:
-    """Adds what is declared to a key; False where the general way must look at it."""
+    """Adds declared outputs to a key; returns False if they need the general path."""
     if type(out) is not dict:
         return False
     for name, value in out.items():

@@ -18,20 +18,20 @@ if TYPE_CHECKING:
     from npugrad_client._costs import CostRow
 
 WIDTH = 80
-"""Columns of the text."""
+"""Maximum width of the text in columns."""
 _MOST_SEEN = 8
 _HEADER = ("operator", "where", "why", "calls", "MiB", "seconds")
 TRANSPORT = "transport"
-"""What `SummaryRow.stages` has beside stages: the time that none of them covers."""
+"""Key of `SummaryRow.stages` for the time that no stage covers."""
 _STAGES = ("pack", "wait", "send", *SERVER_STAGES, "read", "unpack", TRANSPORT)
 _STAGES_TITLE = "Time of sent calls by stage, in ms a call; stages below 1 % are left out"
 _STAGES_HEADER = ("operator", "why", "ms a call")
 _COSTS_TITLE = "What sending won, by operator and kind; below 0 it was slower than here"
 _COSTS_HEADER = ("operator", "kind", "sent", "ms sent", "local", "ms local", "won s")
 _MOST_COSTS = 20
-"""Kinds that have a line of their own."""
+"""Maximum number of kinds with their own line."""
 _SHOWN_FROM = 0.01
-"""Share of a call's time from which on a stage has a column; that of the operator itself always has one."""
+"""Share of a call's time from which a stage gets a column; that of the operator itself always has one."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,7 @@ class Summary:
         rows: Rows by operator, sent calls first.
         costs: Time of calls sent and run locally, by operator and kind, longest first. Local times are known
             for the kinds that ``policy="faster"`` tried locally.
-        seen: Nodes of autograd that ran while a `remote` was entered, until the first one that it knows; None
-            where nobody looked.
+        seen: Autograd nodes that ran inside a `remote` that has not handled any operator yet; None otherwise.
 
     Example:
         >>> row = SummaryRow("group_norm_backward", is_sent=True, why="", calls=2, bytes=2**20, seconds=0.5)
@@ -145,7 +144,7 @@ class Summary:
 
 
 FAILED = "service failed: "
-"""How the reason of a call begins that was tried at the service and then ran here."""
+"""Start of the reason of a call that failed on the service and then ran here."""
 
 
 def _cells(row: SummaryRow) -> tuple[str, ...]:
@@ -183,7 +182,7 @@ def _stages_part(rows: Sequence[SummaryRow]) -> str:
 
 
 def _stage_sentence(header: tuple[str, ...], cells: tuple[str, ...]) -> str:
-    """A row of a table that is too wide: the operator, and its stages below."""
+    """Formats a row of a table that is too wide: the operator, and its stages below."""
     operator, why, whole, *stages = cells
     reason = "" if why == "-" else f", {why}"
     named = ", ".join(f"{name} {cell}" for name, cell in zip(header[3:], stages, strict=True))
@@ -191,7 +190,7 @@ def _stage_sentence(header: tuple[str, ...], cells: tuple[str, ...]) -> str:
 
 
 def _costs_part(summary: Summary) -> str:
-    """What sending won, by kind, and in a sentence."""
+    """Formats what sending saved, by kind and in a sentence."""
     costs = summary.costs
     if not costs:
         return ""
@@ -201,7 +200,7 @@ def _costs_part(summary: Summary) -> str:
 
 
 def _costs_sentences(summary: Summary) -> list[str]:
-    """What the table of costs leaves out, their sum, and what is not known."""
+    """States what the table of costs leaves out, the total, and what is unknown."""
     costs, parts = summary.costs, []
     if len(costs) > _MOST_COSTS:
         parts.append(f"and {len(costs) - _MOST_COSTS} more kinds, which took less, in summary().costs")
@@ -236,13 +235,13 @@ def _stage_cells(row: SummaryRow, stages: Sequence[str]) -> tuple[str, ...]:
 
 
 def _table(lines: Sequence[tuple[str, ...]], texts: int) -> str:
-    """Lines of cells as text; the first cells are texts, the others numbers."""
+    """Formats lines of cells; the first `texts` cells are texts, the others numbers."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(_line(line, widths, texts) for line in lines)
 
 
 def _fitted(lines: Sequence[tuple[str, ...]], texts: int) -> str:
-    """A table; where it is too wide, with the last of the texts on lines of their own."""
+    """Formats a table; if it is too wide, moves the last text column to separate lines."""
     table = _table(lines, texts)
     if _width(table) <= WIDTH:
         return table
@@ -267,7 +266,7 @@ def _line(cells: tuple[str, ...], widths: Sequence[int], texts: int) -> str:
 
 
 class Ledger:
-    """Counts calls, and says what is new; any number of threads may use one."""
+    """Counts calls, and reports each kind once; any number of threads may use one."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -296,7 +295,7 @@ class Ledger:
                 stages[stage] = stages.get(stage, 0.0) + stage_s
 
     def once(self, kind: str, say: Callable[[], None]) -> None:
-        """Says something unless something of this kind was said before."""
+        """Calls `say` unless this was done for the same kind before."""
         with self._lock:
             if kind in self._said:
                 return
@@ -304,7 +303,7 @@ class Ledger:
         say()
 
     def summary(self, costs: Sequence[CostRow] = ()) -> Summary:
-        """The counts so far, with what is known of costs."""
+        """Returns the counts so far, with the known costs."""
         with self._lock:
             rows = [SummaryRow(*key, *counts, {**self._stages[key]}) for key, counts in self._rows.items()]
         rows.sort(key=lambda row: (row.operator, not row.is_sent, row.why))

@@ -15,10 +15,9 @@ Pem: TypeAlias = "bytes | str | os.PathLike[str]"
 PemParts: TypeAlias = "tuple[bytes | None, bytes | None, bytes | None]"
 """Authorities, certificate and key as PEM."""
 LOOK_INTERVAL_S = 1.0
-"""How often files are looked at."""
+"""Interval between checks of the files."""
 LEFT_ALONE_S = 0.25
-"""How long a file must have been left alone to be taken for a whole one; short enough for files that change
-each second."""
+"""How long a file must be unchanged to count as complete; short enough for files that change every second."""
 
 
 @dataclass(frozen=True)
@@ -78,11 +77,11 @@ class Tls:
 
 
 class TlsSource:
-    """What the parts of a `Tls` hold now.
+    """The current contents of a `Tls`.
 
-    Thread safety: any number of threads may ask; two that find a change at once read it both.
+    Thread safety: any number of threads may ask; if two notice a change at once, both read it.
 
-    Processes: what was read goes along when it is pickled, and is read again where the files are others.
+    Processes: a pickle includes what was read; where the files differ, they are read again.
     """
 
     def __init__(self, tls: Tls) -> None:
@@ -111,7 +110,7 @@ class TlsSource:
         return self._pem
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what counts in this process only."""
+        """Returns the state without what is only valid in this process."""
         return {**self.__dict__, "_look_at_s": 0.0 if self._files else math.inf}
 
     def _look(self) -> None:
@@ -130,12 +129,12 @@ class TlsSource:
                 self._stamp = stamp
                 _LOG.warning("tls: the changed files cannot be used, so the old ones stay in use: %s", error)
             return
-        if self._stamp_now() == stamp:  # else they were of two versions
+        if self._stamp_now() == stamp:  # else the files were of two versions
             self._stamp = stamp
             self._pem = pem if pem != self._pem else self._pem
 
     def _stamp_now(self) -> tuple[tuple[int, int, int], ...] | None:
-        """What changes with the files; None while one is missing."""
+        """Stamp that changes with the files; None while one is missing."""
         try:
             found = [os.stat(path) for path in self._files.values()]
         except OSError:
@@ -143,14 +142,14 @@ class TlsSource:
         return tuple((one.st_mtime_ns, one.st_ino, one.st_size) for one in found)
 
     def _try(self) -> None:
-        """Raises ssl.SSLError for files that do not belong together or are not whole."""
+        """Raises ssl.SSLError for files that do not belong together or are incomplete."""
         import ssl
 
         context, files = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), self._files
         if "ca" in files:
             context.load_verify_locations(cafile=files["ca"])
         if "certificate" in files and "key" in files:
-            # Without a password of ours OpenSSL would ask for one on the terminal.
+            # Without a password, OpenSSL would ask for one on the terminal.
             context.load_cert_chain(files["certificate"], files["key"], password="")
 
 
@@ -168,19 +167,19 @@ def _pem(name: str, value: Pem | None) -> bytes | None:
 
 
 def _system_roots() -> str | None:
-    """The system's file of authorities, where Python knows one; else grpc's own list counts."""
-    import ssl  # light clients do without
+    """The system's file of authorities, if Python knows one; else grpc uses its own list."""
+    import ssl  # here, because most clients need none
 
     return ssl.get_default_verify_paths().cafile
 
 
 @dataclass(frozen=True)
 class Servers:
-    """Servers that are each talked to alone, and how.
+    """Servers that are called separately, and how to connect.
 
     Attributes:
-        targets: Addresses, one of each server.
-        tls: How to encrypt; None for connections that are not.
+        targets: Addresses, one per server.
+        tls: TLS settings; None for unencrypted connections.
     """
 
     targets: tuple[str, ...]

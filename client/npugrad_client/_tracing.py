@@ -1,8 +1,8 @@
-"""Spans of OpenTelemetry: one for a call, in it one for each try, and one for each stage that the client has.
+"""OpenTelemetry spans: one per call, in it one per try, and one per stage of the client.
 
-The spans of a call and of its tries begin when they do, because the server is told of which try it is part;
-everything else is made when the call ends. What the server said of its stages becomes attributes of the try:
-spans of them are the server's own affair, by its own clock.
+The spans of a call and of its tries start when these do, because the server is told which try it serves; all
+else is made when the call ends. The server's stages become attributes of the try: spans for them are up to
+the server, by its own clock.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from npugrad_client._clock import CallClock
 
 _W3C = TraceContextTextMapPropagator()
-"""Baggage is the caller's own: it does not travel."""
+"""Without baggage, which is the caller's own and not sent."""
 _ADDRESS = re.compile(r"(?:dns:(?://[^/]*/)?)?\[?(?P<host>.+?)\]?(?::(?P<port>[0-9]+))?")
 
 
@@ -36,7 +36,7 @@ class Tracing:
     """Makes the spans of a client's calls."""
 
     def __init__(self, provider: TracerProvider | None = None) -> None:
-        """Spans by a provider; by the global one where it is None.
+        """Uses a provider for the spans; the global one if None.
 
         Raises:
             TypeError: It is not a tracer provider.
@@ -46,7 +46,7 @@ class Tracing:
         self._tracer = trace.get_tracer("npugrad_client", npugrad.__version__, provider)
 
     def begin(self, operator: str, begun_s: float) -> CallTrace:
-        """The spans of a call that begins, in the current span of who makes it."""
+        """Starts the spans of a call, inside the caller's current span."""
         return CallTrace(self._tracer, operator, begun_s)
 
 
@@ -54,7 +54,7 @@ class CallTrace:
     """The spans of one call. Times are seconds of `time.monotonic`."""
 
     def __init__(self, tracer: Tracer, operator: str, begun_s: float) -> None:
-        """Begins that of the call."""
+        """Starts the span of the call."""
         self._tracer = tracer
         # One reading of both clocks for all spans of a call, so that they keep their order.
         self._epoch_ns = time.time_ns() - time.monotonic_ns()
@@ -66,12 +66,12 @@ class CallTrace:
         self._context = trace.set_span_in_context(self._span)
 
     def prepared(self, service: str, method: str, nbytes: int) -> None:
-        """Its unary RPC is known, and the bytes of its data in the larger direction."""
+        """Records its unary RPC, and the bytes of its data in the larger direction."""
         self._attributes |= {"rpc.service": service, "rpc.method": method}
         self._span.set_attribute("npugrad.bytes", nbytes)
 
     def begin_try(self, attempt: Attempt) -> None:
-        """A try begins; gives it the metadata that tell the server."""
+        """Starts the span of a try; gives the try the metadata that tell the server."""
         context = self._context
         if self._span.is_recording():
             attributes = dict(self._attributes)
@@ -92,7 +92,7 @@ class CallTrace:
         attempt.metadata = tuple(carrier.items()) or None
 
     def end(self, clock: CallClock, error: BaseException | None) -> None:
-        """The call has ended."""
+        """Ends the spans of the call."""
         span = self._span
         if span.is_recording():
             span.set_attribute("npugrad.tries", len(self._tries))
@@ -108,10 +108,10 @@ class CallTrace:
         self._make_stages(timeline, clock.begun_s, ends)
         for attempt in list(clock.attempts):
             span = spans.get(attempt.number)
-            if span is None:  # a hedge that began when the answer was there
+            if span is None:  # a hedge that started after the answer
                 continue
             end_ns = self._ns(min(ends.get(attempt.number, clock.ended_s), clock.ended_s))
-            # What nobody waited for any more was cancelled.
+            # An abandoned try was cancelled.
             status = attempt.status or ("OK" if attempt.received_s else "CANCELLED")
             span.set_attribute("rpc.grpc.status_code", code_pb2.Code.Value(status))
             if attempt.error:
@@ -135,7 +135,7 @@ class CallTrace:
 
 
 def _fail(span: Span, kind: str, message: str, at_ns: int) -> None:
-    """Says of a span how it failed; not by the exception itself, whose frames hold the operands."""
+    """Records an error in a span; not the exception itself, whose frames reference the operands."""
     span.set_status(Status(StatusCode.ERROR, message))
     span.set_attribute("error.type", kind)
     span.add_event("exception", {"exception.type": kind, "exception.message": message}, at_ns)

@@ -1,8 +1,8 @@
-"""The channels to the servers: unary calls, streamed calls, and the one place where grpc's errors end.
+"""Channels to the servers: unary calls, streamed calls, and the only place that handles grpc's errors.
 
-Small calls are unary; larger ones go through Execute in 1 MiB chunks, so that no message limit ever
-reaches a user and neither side holds a call twice. What is refused as too large for one message is sent again
-by Execute, and where that was is remembered. `_retry` decides what is tried again, and where.
+Small calls are unary; larger ones go through Execute in 1 MiB chunks, so that users never meet a message
+limit and neither side has a call in memory twice. A call refused as too large for one message is sent again
+through Execute, and the limit of that server is remembered. `_retry` decides what is retried, and where.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ class Flight:
     """
 
     def __init__(self) -> None:
-        """Nothing is sent yet."""
+        """Creates a flight before anything is sent."""
         self._lock = threading.Lock()
         self._calls: list[Any] = []
         self._is_over = False
         self._is_cancelled = False
 
     def attach(self, call: Any) -> Any:
-        """Tells which call of grpc's it is; cancelled at once when that was asked for already."""
+        """Attaches and returns a call of grpc; cancels it at once if `cancel` was called before."""
         with self._lock:
             self._calls.append(call)
             is_late = self._is_cancelled
@@ -62,7 +62,7 @@ class Flight:
         return call
 
     def cancel(self) -> bool:
-        """Cancels the call; False when it is over."""
+        """Cancels the call; returns False if it is over."""
         with self._lock:
             if self._is_over:
                 return False
@@ -78,7 +78,7 @@ class Flight:
         return self._is_cancelled
 
     def end(self) -> bool:
-        """The call is over, and cannot be cancelled any more; whether it was."""
+        """Marks the call as over, so that it can no longer be cancelled; returns whether it was."""
         with self._lock:
             self._is_over = True
             self._calls.clear()
@@ -86,7 +86,7 @@ class Flight:
 
 
 class _Alarm:
-    """Ends a pause before its time: when the call is cancelled, or the client closed."""
+    """Ends a pause early: when the call is cancelled, or the client closed."""
 
     def __init__(self) -> None:
         self._rings = threading.Event()
@@ -100,7 +100,7 @@ class _Alarm:
 
 
 def open_channel(kind: Any, settings: Settings, server: int, registry: Registry) -> Stubs:
-    """The stubs of a new channel to one of the targets; `kind` is the module `grpc` or `grpc.aio`."""
+    """Returns the stubs of a new channel to a target; `kind` is the module `grpc` or `grpc.aio`."""
     target = settings.targets[server]
     options = settings.options(target)
     if settings.tls is None:
@@ -125,16 +125,16 @@ class _Home:
         self._alarms: set[_Alarm] = set()
 
     def stubs(self, server: int) -> Stubs:
-        """The stubs of a server's channel, opened at the first call and when certificates have changed.
+        """Returns the stubs of a server's channel, opened at the first call and after certificates change.
 
-        A channel that was replaced closes when the last call that has its stubs is over.
+        A replaced channel closes when the last call that uses its stubs is over.
         """
         found = self._stubs.get(server)
         if found is None or (self._tls is not None and found.pem is not self._tls.current()):
             with self._lock:
                 if self._is_closing:
                     raise closed(self._settings.name)
-                if self._stubs.get(server) is found:  # else another thread was quicker
+                if self._stubs.get(server) is found:  # else another thread was faster
                     opened = open_channel(grpc, self._settings, server, self._registry)
                     self._stubs[server] = opened
                     self._channels.add(opened.channel)
@@ -176,10 +176,10 @@ class Transport:
     """
 
     def __init__(self, settings: Settings, registry: Registry = REGISTRY) -> None:
-        """Remembers where to; nothing is opened before the first call.
+        """Stores the settings; nothing is opened before the first call.
 
         Args:
-            settings: Where to, and how.
+            settings: Where and how to connect.
             registry: The operators and their services.
         """
         self._settings, self._registry = settings, registry
@@ -201,7 +201,7 @@ class Transport:
             home.close()
 
     def ask(self, service: str, request: Any, timeout_s: float | None) -> Any:
-        """One of the small services: `validate`, `server_info` or `list_operators`; errors as in `run`."""
+        """Queries `validate`, `server_info` or `list_operators`; errors as in `run`."""
         return self._follow(Query(service, request), timeout_s)[0]
 
     def run(
@@ -210,9 +210,9 @@ class Transport:
         """Runs a call, streamed or not by its size.
 
         Raises:
-            NpugradError: What the server answered, or that it did not; its message names the target.
+            NpugradError: The server answered with an error or not at all; the message names the target.
             RuntimeError: The client is closed.
-            TypeError: `progress` is of another type.
+            TypeError: `progress` has the wrong type.
         """
         call = Call(prepared, self._settings, clock)
         if progress:
@@ -222,7 +222,7 @@ class Transport:
         return cast("Answer", answer if tries == 1 else answer.after(tries))
 
     def _report(self, call: Call, timeout_s: float | None, progress: Any) -> tuple[Any, int]:
-        """As `_follow`, and tells how far the call is; cancelled when that raises."""
+        """Does what `_follow` does and reports progress; cancels the call if the report raises."""
         outer: Flight | None = getattr(self._scope, "flight", None)
         flight = Flight() if outer is None else outer.attach(Flight())
         with reported(call, progress, flight.cancel), self.cancellable(flight):
@@ -230,7 +230,7 @@ class Transport:
 
     @contextmanager
     def cancellable(self, flight: Flight) -> Iterator[None]:
-        """Calls that this thread makes in the block are cancelled by `flight.cancel()`."""
+        """Makes `flight.cancel()` cancel the calls that this thread makes in the block."""
         outer, self._scope.flight = getattr(self._scope, "flight", None), flight
         try:
             yield
@@ -249,7 +249,7 @@ class Transport:
         return home
 
     def _follow(self, rpc: Rpc, timeout_s: float | None) -> tuple[Any, int]:
-        """Follows a schedule to its end: the answer, and how many tries it took."""
+        """Follows a schedule to its end; returns the answer and the number of tries."""
         home = self._home()
         schedule = begin(self._settings, home.budget, home.picker, rpc.what, timeout_s)
         outer: Flight | None = getattr(self._scope, "flight", None)
@@ -261,7 +261,7 @@ class Transport:
             schedule.abandon(time.monotonic())
 
     def _alone(self, home: _Home, schedule: RetrySchedule, rpc: Rpc, flight: Flight | None) -> Any:
-        """One try after the other, in this thread."""
+        """Makes one try after the other, in this thread."""
         while True:
             step = schedule.next(time.monotonic())
             if isinstance(step, Wait):
@@ -285,7 +285,7 @@ class Transport:
             raise Cancelled(f"{what}: {self._settings.name}: the call was cancelled before its next try")
 
     def _race(self, home: _Home, schedule: RetrySchedule, rpc: Rpc, outer: Flight) -> Any:
-        """Tries that may overlap, each in a thread of its own; the losers are cancelled."""
+        """Makes tries that may overlap, each in its own thread; cancels the losers."""
         ended: queue.SimpleQueue[tuple[int, Any, BaseException | None]] = queue.SimpleQueue()
         flights: dict[int, Flight] = {}
 
@@ -340,7 +340,7 @@ class Transport:
         raise lacking(refusal, attempt, info)
 
     def _carry(self, home: _Home, server: int, rpc: Rpc, attempt: Attempt, flight: Flight | None) -> Any:
-        """Sends an RPC to a server, and reads what comes back; what grpc raises becomes ours."""
+        """Sends an RPC to a server and reads the reply; translates grpc's exceptions to ours."""
         try:
             with GATE:
                 stubs = home.stubs(server)
@@ -363,7 +363,7 @@ class Transport:
 
 
 def _unary(method: Any, request: Any, attempt: Attempt, flight: Flight | None) -> Any:
-    if flight is None:  # quicker than by a future
+    if flight is None:  # faster than through a future
         return method(request, timeout=attempt.timeout_s, metadata=attempt.metadata)
     future = method.future(request, timeout=attempt.timeout_s, metadata=attempt.metadata)
     return flight.attach(future).result()
@@ -383,6 +383,6 @@ def _streamed(
         answer = read_frames(prepared, iter(stream), attempt, clock)
         attempt.stages = server_stages(stream.trailing_metadata())
     finally:
-        stream.cancel()  # no effect after a complete answer; frees the stream when ours was refused
+        stream.cancel()  # no effect after a complete answer; frees the stream otherwise
     prepared.note_streamed()
     return answer

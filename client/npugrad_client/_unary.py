@@ -27,7 +27,7 @@ def encode_unary(prepared: Prepared) -> bytes:
 
 
 def read_unary(prepared: Prepared, data: bytes, attempt: Attempt, clock: CallClock | None = None) -> Answer:
-    """Results of a unary call; a plan for those that follow is kept.
+    """Reads the results of a unary call; keeps a plan for later calls.
 
     Raises:
         NpugradError: The reply is malformed or does not answer this call.
@@ -51,7 +51,7 @@ def read_unary(prepared: Prepared, data: bytes, attempt: Attempt, clock: CallClo
 def _read_by_plan(
     prepared: Prepared, plan: ClientPlan, data: bytes, attempt: Attempt, clock: CallClock | None
 ) -> Answer | None:
-    """Results where the reply is as the plan says; None where it takes another look."""
+    """Reads the results if the reply is as planned; None if it must be read without the plan."""
     found = None if plan.reply is None else plan.reply.split(data)
     if found is None:
         return None

@@ -326,14 +326,14 @@ def demo(
             except ServiceFailed as error:
                 fail(f"npugrad demo: {error}")
         how = tls(encrypted, tls_ca, tls_certificate, tls_key)
-        connect(target, None, how).close()  # what is wrong with an address or a file is reported first
+        connect(target, None, how).close()  # reports a wrong address or file first
         raise typer.Exit(run_demo(addresses(target), folder, quick, how))
 
 
 def main() -> None:
     """Entry point of the command `npugrad`."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # help and tables have signs that an ASCII terminal has not
+        sys.stdout.reconfigure(errors="replace")  # help and tables contain characters that ASCII lacks
     app()
 
 

@@ -136,7 +136,7 @@ _HANDSHAKE = (
     "hostname verification",
     "security handshaker",
 )
-"""What grpc says, among other things, when a handshake failed."""
+"""Parts of grpc's messages after a failed handshake."""
 _OTHER_NAME = "the server's certificate is for another name than the target; set it with Tls(server_name=...)"
 _NOT_TRUSTED = (
     "the server's certificate is signed by an authority that is not trusted; name it with Tls(ca=...)"
@@ -151,13 +151,13 @@ _HINTS = {
     "self-signed": _NOT_TRUSTED,
     "wrong_version_number": "the server does not speak TLS",
 }
-"""What it means, for a person."""
+"""What such a message means, as a hint for the user."""
 _CLOSED = ("socket closed", "connection reset")
 _CLOSED_HINTS = {
     True: "it closed the connection, as a server does that wants a client certificate, or a different one",
     False: "it closed the connection, as a server does that only speaks TLS",
 }
-"""By whether the client speaks TLS: with TLS 1.3 a client that is not let in learns nothing more."""
+"""By whether the client speaks TLS: with TLS 1.3, a rejected client learns nothing more."""
 _CONTRACT = server_pb2.DESCRIPTOR.package
 _NO_GRPC = (
     "what listens there does not speak HTTP/2, so it is not a gRPC server: perhaps a metrics port "
@@ -169,26 +169,26 @@ _OTHER_CONTRACT = (
     f"this client of version {npugrad.__version__} does"
 )
 _UNRESOLVED = re.compile(r"errors resolving|dns resolution failed", re.I)
-"""What gRPC says of a name without an address; 1.67 has other words than 1.85."""
+"""gRPC's messages for a name without an address; those of 1.67 and 1.85 differ."""
 _NO_HTTP2 = re.compile(r"failed parsing http/2|http1\.x server", re.I)
-"""What gRPC says of bytes that begin no HTTP/2 connection."""
+"""gRPC's messages for bytes that do not start an HTTP/2 connection."""
 _BROKEN_OFF = re.compile(
     r"received rst_stream with error code [02578]\b|stream removed(?! \(rst_stream)|no status received"
     r"|internal error from core",
     re.I,
 )
-"""What gRPC says, as INTERNAL or UNKNOWN, of a stream that a proxy ended for a server that it had lost.
+"""gRPC's messages, as INTERNAL or UNKNOWN, for a stream that a proxy ended because it lost the server.
 
 The codes are NO_ERROR, INTERNAL_ERROR (nginx and Envoy, once a reply has begun), STREAM_CLOSED,
-REFUSED_STREAM and CANCEL (HAProxy); the others blame what the client sent. Where no reply has begun, these
-proxies answer with HTTP 502 or 503 or a status of their own, which is UNAVAILABLE here. The last words are
-those of grpc.aio where a stream ends while it is being written, and no status comes.
+REFUSED_STREAM and CANCEL (HAProxy); the others blame what the client sent. Before a reply has begun, these
+proxies answer with HTTP 502 or 503 or their own status, which is UNAVAILABLE here. The last message is that
+of grpc.aio if a stream ends while it is being written and no status arrives.
 """
 _MESSAGE_LIMIT = re.compile(
     r"larger than max|exceeds maximum size|status:? 413|payload too large|request entity too large", re.I
 )
-"""What is said of a message that is too large by gRPC in its languages, and by proxies: nginx answers with
-HTTP 413, of which gRPC makes UNKNOWN, and Envoy with the words for it."""
+"""Messages of gRPC in its languages, and of proxies, about a message that is too large: nginx answers with
+HTTP 413, which gRPC turns into UNKNOWN, and Envoy with the text of that status."""
 _MESSAGE_LIMIT_CODES = (
     grpc.StatusCode.RESOURCE_EXHAUSTED,
     grpc.StatusCode.UNKNOWN,
@@ -214,7 +214,7 @@ STATUS_CLASSES: dict[grpc.StatusCode, type[NpugradError]] = {
     grpc.StatusCode.UNAVAILABLE: ConnectError,
     grpc.StatusCode.DATA_LOSS: NpugradError,
 }
-"""Classes for statuses without details of ours: made by grpc itself, a proxy or another service."""
+"""Classes for statuses without our details: from grpc itself, a proxy or another service."""
 
 
 def translate(
@@ -241,32 +241,32 @@ def translate(
     if isinstance(translated, CallTooLarge):
         is_limit = details is None or UNARY_LIMIT_HINT in details.message
         translated.is_message = is_limit and not attempt.is_streamed
-    # Without its traceback, whose frames would hold the operands for as long as anyone holds the error.
+    # Without its traceback, whose frames would keep the operands alive as long as the error.
     translated.cause = error.with_traceback(None)
     return translated
 
 
 def _details(error: Any, records: Mapping[str, OpRecord]) -> ErrorDetails | None:
-    """What the trailers say; not by `grpc_status`, which wants message and code as the server sent them."""
+    """Reads the trailers; not by `grpc_status`, which requires message and code as the server sent them."""
     try:
         return decode_status(Status.FromString(_trailers(error)[_STATUS_KEY]), records)
-    except (KeyError, DecodeError, TypeError):  # none, or what a proxy made of them
+    except (KeyError, DecodeError, TypeError):  # none, or changed by a proxy
         return None
 
 
 def _trailers(error: Any) -> dict[str, Any]:
     trailers = error.trailing_metadata() if hasattr(error, "trailing_metadata") else None
-    # Pair by pair: what the asynchronous side gives is no mapping that dict() reads in every release.
+    # Pair by pair: not every release of the asynchronous side returns a mapping that dict() can read.
     return {key: value for key, value in trailers or ()}
 
 
 def _without_details(error: Any, attempt: Attempt, is_ours: bool) -> NpugradError:
-    # What a stub raises is both an RpcError and a Call, which the stubs' types do not say.
+    # A stub raises an error that is both an RpcError and a Call, which its type does not say.
     code = error.code() if hasattr(error, "code") else grpc.StatusCode.UNKNOWN
     said = (error.details() if hasattr(error, "details") else str(error)) or "no details"
     cls = _class_of(code, said, _trailers(error))
     if cls is Cancelled and not is_ours:
-        # Nobody here did: a server that ends, or a proxy that lost it. Or its clock was ahead of ours.
+        # Not cancelled here: the server is ending, or a proxy lost it. Or its clock was ahead of ours.
         cls = DeadlineExceeded if attempt.is_late else ConnectError
     target = attempt.target
     if cls is TlsError:
@@ -287,9 +287,9 @@ def _without_details(error: Any, attempt: Attempt, is_ours: bool) -> NpugradErro
 
 def _class_of(code: grpc.StatusCode, said: str, trailers: dict[str, Any]) -> type[NpugradError]:
     cls = STATUS_CLASSES.get(code, NpugradError)
-    is_ours = _REQUEST_ID_KEY in trailers  # the service itself names its request
+    is_ours = _REQUEST_ID_KEY in trailers  # set by the service itself
     if code in _MESSAGE_LIMIT_CODES and not is_ours and _MESSAGE_LIMIT.search(said):
-        return CallTooLarge  # a limit on the way, which no retry changes
+        return CallTooLarge  # a limit on the path, which no retry changes
     if code in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN) and not is_ours:
         return ConnectError if _BROKEN_OFF.search(said) else cls
     if cls is ConnectError and any(word in said.lower() for word in _HANDSHAKE):
@@ -303,13 +303,13 @@ def _hint(said: str) -> str:
 
 
 def _connect_hint(said: str, is_encrypted: bool) -> str:
-    """Only where no connection came about: one that is lost later has other reasons."""
+    """Explains a connection that was never established: one that is lost later has other reasons."""
     if _NO_HTTP2.search(said):
         return f"{_NO_GRPC} (gRPC: {said})"
     return f"{_CLOSED_HINTS[is_encrypted]} (gRPC: {said})" if _is_hung_up(said) else said
 
 
 def _is_hung_up(said: str) -> bool:
-    """Whether somebody took the connection and closed it before there was one of gRPC's."""
+    """Whether the peer accepted the connection and closed it before it became one of gRPC's."""
     text = said.lower()
     return "failed to connect" in text and any(word in text for word in _CLOSED)

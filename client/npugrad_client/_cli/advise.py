@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from npugrad_client._advice import Advice, KindAdvice
 
 CONTEXT = {"ignore_unknown_options": True, "allow_interspersed_args": False}
-"""What comes after the script is the script's."""
+"""Arguments after the script belong to the script."""
 
 
 def advise(
@@ -67,7 +67,7 @@ def advise(
             raise FileError(f"SCRIPT: there is no file {str(script)!r}")
         how = tls(encrypted, tls_ca, tls_certificate, tls_key)
         with connect(target, timeout, how, AT_ONCE) as client:
-            server = client.server_info()  # who has no server need not wait for the script
+            server = client.server_info()  # without a server, fail before running the script
             with redirect_stdout(sys.stderr) if as_json else nullcontext():
                 found = _measured(client, script, arguments or [], steps)
         if as_json:
@@ -107,7 +107,7 @@ def _show(script: Path, target: str, server: ServerInfo, advice: Advice) -> None
 def _show_rows(rows: tuple[KindAdvice, ...]) -> None:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for name in ("operator", "kind"):
-        table.add_column(name, overflow="fold")  # on a narrow terminal these two give way, never a number
+        table.add_column(name, overflow="fold")  # on a narrow terminal these two wrap, never a number
     for name in ("calls", "MiB", "ms here", "ms sent", "won ms"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("advice")
@@ -120,7 +120,7 @@ def _show_rows(rows: tuple[KindAdvice, ...]) -> None:
 
 
 def _sentences(advice: Advice) -> list[str]:
-    """What follows from the table, in words."""
+    """The conclusions from the table, in words."""
     step = "" if advice.step_s is None else f", a step {_ms(advice.step_s)}"
     known = f"{_ms(advice.known_s)} of it in operators that the service has"
     lines = [f"A backward pass takes {_ms(advice.backward_s)} here, {known}{step}."]

@@ -148,7 +148,7 @@ def bench(
     }
     with terminated_as_interrupted(), reporting(DIED), _needing_extra():
         made = scenario_of(scenario, given)
-        for path in filter(None, (json_file, csv_file, html_file)):  # before the run and not after it
+        for path in filter(None, (json_file, csv_file, html_file)):  # before the run, not after it
             files.check_writable(path)
         server = servers_of(target, tls(encrypted, tls_ca, tls_certificate, tls_key))
         if find_capacity:
@@ -196,7 +196,7 @@ def _measure(
 def _run_or_save(
     scenario: Scenario, server: Servers, paths: tuple[Path | None, Path | None, Path | None]
 ) -> Result:
-    """Runs; where nothing is measured, that is written before the error is reported."""
+    """Runs the scenario; if nothing is measured, writes reports that say so before the error is reported."""
     from npugrad_client.bench.live import live_view
     from npugrad_client.bench.run import run, unmeasured
 
@@ -264,7 +264,7 @@ def _find_capacity(
 
 
 def _write_search(found: Capacity, first: Scenario, json_file: Path | None) -> None:
-    """Writes what was found; the other trials differ from the first one in their rate only."""
+    """Writes the finding and the first trial's scenario; the other trials differ only in their rate."""
     from npugrad_client.bench.interrupts import held_back
 
     if json_file is not None:
@@ -274,10 +274,10 @@ def _write_search(found: Capacity, first: Scenario, json_file: Path | None) -> N
 
 
 def _trial(scenario: Scenario, server: Servers) -> Result:
-    """One run of a search.
+    """Makes one run of a search.
 
     Raises:
-        Ended: The search is to end: it was interrupted, or could not be carried out.
+        Ended: The search must end: it was interrupted, or the run failed.
     """
     from npugrad_client.bench import capacity
     from npugrad_client.bench.run import run
@@ -294,7 +294,7 @@ def _trial(scenario: Scenario, server: Servers) -> Result:
 
 
 def _check_search(precision: float, csv_file: Path | None, html_file: Path | None) -> None:
-    """Says what a search does not do before it takes its minutes."""
+    """Rejects options that a search does not support, before it takes minutes."""
     from npugrad_client.bench.capacity import check_precision
     from npugrad_client.bench.scenario import ScenarioError
 
@@ -308,10 +308,10 @@ def _check_search(precision: float, csv_file: Path | None, html_file: Path | Non
 
 
 def _first_rate(scenario: Scenario, server: Servers) -> Scenario:
-    """The scenario as an open loop at the first rate: as asked for, else what a closed loop reaches.
+    """Returns the scenario as an open loop at the first rate: the given one, else that of a closed loop.
 
     Raises:
-        Ended: The search is to end.
+        Ended: The search must end.
     """
     from npugrad_client import Client
     from npugrad_client.bench import capacity

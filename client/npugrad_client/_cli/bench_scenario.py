@@ -1,6 +1,6 @@
 """The scenario that the options of `npugrad bench` describe.
 
-The modules of the load test are imported by who needs them: they need the extra `bench`.
+The modules of the load test are imported only where needed, because they require the extra `bench`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ DEFAULT_OPERATOR = "group_norm_backward"
 
 
 def scenario_of(name: str, given: dict[str, Any]) -> Scenario:
-    """The scenario of a file with what flags change of it, or one made of flags alone."""
+    """Returns the scenario of a file as changed by flags, or one made from flags alone."""
     from npugrad_client.bench.scenario import LoadStage, Scenario, ScenarioError
     from npugrad_client.bench.scenario_file import at_key, load_scenario
     from npugrad_client.bench.slo import Slo
@@ -43,13 +43,13 @@ def scenario_of(name: str, given: dict[str, Any]) -> Scenario:
         if given["slo"]:
             changes["slo"] = Slo.parse(given["slo"])
         return replace(base, **changes)
-    except ValueError as error:  # the base was right, so a flag is not
+    except ValueError as error:  # the base was valid, so a flag is wrong
         key, colon, said = str(error).partition(":")
         raise ScenarioError(f"--{key.replace('_', '-')}{colon}{said}") from None
 
 
 def _with_inputs(scenario: Scenario, inputs: str, has_digest: bool) -> Scenario:
-    """The scenario with operands from elsewhere than its file says."""
+    """Returns the scenario with operands from a source other than in its file."""
     from npugrad_client.bench.scenario import ScenarioError
 
     changes: dict[str, Any] = {"inputs": inputs} if inputs else {}
@@ -92,7 +92,7 @@ def _workload(given: dict[str, Any]) -> Any:
 
 
 def _load(base: Scenario, given: dict[str, Any]) -> dict[str, Any]:
-    """Arrival and stages as the flags say; nothing where they say nothing."""
+    """Arrival and stages from the flags; empty if there are none."""
     from npugrad_client.bench.scenario import LoadStage, ScenarioError
     from npugrad_client.bench.scenario_file import at_key
     from npugrad_client.bench.units import parse_duration

@@ -29,7 +29,7 @@ OF_COMPARE: Mapping[int, str] = {
     INVALID: "too short or too unsteady to tell",
 }
 _VERBATIM = "\b\n"
-"""Has the command line's library keep the lines of a paragraph."""
+"""Makes the command-line library keep the lines of a paragraph."""
 _WRITTEN = (
     "Requested reports are written whatever the status, except after wrong usage. After 4, 5, 6 and "
     "130 they say what happened, count no objective as met, and are refused by `compare`."
@@ -60,7 +60,7 @@ COMPARE_HELP = "\n\n".join(("Say whether the second run differs from the first."
 
 
 def capacity_status(found: Capacity) -> int:
-    """The exit status of a search: what it says of the server counts only where it was sure."""
+    """Exit status of a search: its finding counts only if the search settled."""
     if found.died or found.is_interrupted:
         return DIED if found.died else INTERRUPTED
     if found.is_client_limited or not found.is_settled:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 DEFAULT_TARGETS = [f"127.0.0.1:{DEFAULT_PORT}"]
 AT_ONCE = RetryPolicy(retry_for_s=0)
-"""Of commands that ask a question: who asks wants to hear that a server is away, not to wait for it."""
+"""For commands that query a server: they report that it is unreachable instead of waiting for it."""
 
 _TLS_PANEL = "TLS"
 
@@ -69,7 +69,7 @@ Key = Annotated[
 
 
 def addresses(targets: Sequence[str]) -> list[str]:
-    """One address of each server; ``ipv4:`` and ``ipv6:`` have commas of their own."""
+    """Splits targets into one address per server; ``ipv4:`` and ``ipv6:`` addresses may contain commas."""
     found: list[str] = []
     for target in targets:
         is_whole = target.lower().startswith(("ipv4:", "ipv6:"))
@@ -78,10 +78,10 @@ def addresses(targets: Sequence[str]) -> list[str]:
 
 
 def tls(encrypted: bool, ca: str | None, certificate: str | None, key: str | None) -> Tls | None:
-    """How to encrypt; None for not at all.
+    """Returns the TLS settings; None for no encryption.
 
     Raises:
-        FileError: A certificate without a key, or the other way round.
+        FileError: There is a certificate without a key, or the reverse.
     """
     if not (encrypted or ca or certificate or key):
         return None
@@ -92,12 +92,12 @@ def tls(encrypted: bool, ca: str | None, certificate: str | None, key: str | Non
 
 
 def refuse_tls_without_target(context: typer.Context) -> None:
-    """Of a command that starts a service of its own, which is plain: no option may ask for encryption.
+    """Rejects TLS options of a command that starts its own service, which is unencrypted.
 
-    A variable may, as it is meant for every other command of the shell.
+    Environment variables are allowed, because they are meant for the other commands of the shell.
 
     Raises:
-        FileError: An option of TLS stands on the command line.
+        FileError: There is a TLS option on the command line.
     """
     for name in ("encrypted", "tls_ca", "tls_certificate", "tls_key"):
         source = context.get_parameter_source(name)
@@ -109,11 +109,11 @@ def refuse_tls_without_target(context: typer.Context) -> None:
 def connect(
     targets: Sequence[str], timeout_s: float | None, how: Tls | None, retry: RetryPolicy = RETRY
 ) -> Client:
-    """The client of a command.
+    """Returns the client of a command.
 
     Raises:
         FileError: A file of `how` cannot be read.
-        ValueError: A target is empty or a URL, or a file is no PEM.
+        ValueError: A target is empty or a URL, or a file is not PEM.
     """
     try:
         return Client(addresses(targets), timeout_s=timeout_s, tls=how, retry=retry)
@@ -122,7 +122,7 @@ def connect(
 
 
 def servers_of(targets: Sequence[str], how: Tls | None) -> Servers:
-    """The servers of a command that has a client for each; an address that appears twice is one.
+    """Returns the servers of a command that uses one client per server; a repeated address counts once.
 
     Raises:
         FileError: A file of `how` cannot be read.

@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 
 _PICK_MARK = " *"
 _PROPOSED = 5
-"""Names that a slip is answered with at most."""
+"""Maximum number of names suggested for a misspelt one."""
 
 
 class UnknownSubject(Exception):
-    """There is nothing of that name; the message proposes what comes near."""
+    """Nothing has this name; the message suggests similar ones."""
 
 
 def explain(console: Console, subject: str, constraint: str | None = None) -> None:
-    """Prints what is documented; arguments and errors as of `find`."""
+    """Prints what is documented; arguments and errors as in `find`."""
     found = find(subject, constraint)
     if isinstance(found, OpRecord):
         console.print(_operator_text(found))
@@ -41,7 +41,7 @@ def explain(console: Console, subject: str, constraint: str | None = None) -> No
 
 
 def explanation(subject: str, constraint: str | None = None) -> dict[str, Any]:
-    """The same for scripts: ``operator``, ``error`` or ``constraints``, one of the three."""
+    """Returns the same for scripts: one of ``operator``, ``error`` and ``constraints``."""
     found = find(subject, constraint)
     if isinstance(found, OpRecord):
         return {"operator": json_answers.operator(found)}
@@ -53,7 +53,7 @@ def explanation(subject: str, constraint: str | None = None) -> dict[str, Any]:
 def find(
     subject: str, constraint: str | None = None
 ) -> OpRecord | ErrorRow | list[tuple[OpRecord, Constraint]]:
-    """What is asked for.
+    """Finds what a subject refers to.
 
     Args:
         subject: An aclnn number, a reason, an operator (either of its names) or a constraint's identifier.
@@ -78,12 +78,12 @@ def find(
 
 
 def nearest(found: str, known: Iterable[str], expected: str) -> str:
-    """Says that a name is not known, and which known ones come near.
+    """Returns a message that a name is unknown, with similar known ones.
 
     Args:
         found: The name.
-        known: All names there are.
-        expected: What they are, for when none comes near.
+        known: All known names.
+        expected: What they are, in case none is similar.
     """
     asked = _plain(found)
     names = {_plain(name): name for name in known}
@@ -95,7 +95,7 @@ def nearest(found: str, known: Iterable[str], expected: str) -> str:
 
 
 def _plain(name: str) -> str:
-    """The name in the way that every spelling of it has in common: group_norm, GroupNorm, groupnorm."""
+    """Reduces a name to what all its spellings have in common: group_norm, GroupNorm, groupnorm."""
     return name.lower().replace("_", "")
 
 
@@ -139,7 +139,7 @@ def _one(record: OpRecord, identifier: str) -> Constraint:
 
 
 def _spaced(parts: Sequence[RenderableType]) -> list[RenderableType]:
-    """The parts with an empty line between each two."""
+    """The parts, separated by empty lines."""
     return [piece for part in parts for piece in (Text(), part)][1:]
 
 

@@ -1,6 +1,6 @@
 """Calls in `.npz` files: operands and attributes in, results out.
 
-An `.npz` file has no bfloat16. A key with the suffix `:bfloat16` holds the bits as uint16, and so do the
+An `.npz` file cannot store bfloat16. A key with the suffix `:bfloat16` stores the bits as uint16, also for
 results; arrays that NumPy itself saved from ml_dtypes (void of 2 bytes) need `--dtype NAME=bfloat16`.
 """
 
@@ -32,7 +32,7 @@ _META = re.compile(r"(?P<dtype>\w+)\[(?P<shape>[-\d, ]*)\]")
 
 
 class FileError(Exception):
-    """A file or an argument does not describe a call; the message says found and expected."""
+    """A file or an argument does not describe a call; the message says what was found and expected."""
 
 
 def read_call(
@@ -46,7 +46,7 @@ def read_call(
         dtypes: ``NAME=bfloat16`` for operands whose 2-byte elements are bfloat16 bits.
 
     Raises:
-        FileError: The file cannot be read, or holds a name that the operator does not have.
+        FileError: The file cannot be read, or contains a name that the operator does not have.
     """
     inputs, attrs = [p.name for p in record.inputs], {p.name: p.type for p in record.attrs}
     as_bf16 = {name for name, dtype in map(_pair, dtypes) if _is_bf16(name, dtype)}
@@ -158,13 +158,13 @@ def _parse_attr(param: AttrParam, text: str) -> Any:
 
 
 def _entries(text: str) -> list[str]:
-    """The entries of a list; only with brackets may there be none."""
+    """Splits a list into its entries; an empty list needs brackets."""
     inner = text[1:-1].strip() if text.startswith("[") and text.endswith("]") else text
     return inner.split(",") if inner or inner == text else []
 
 
 def _scalar(text: str) -> Scalar | bool | int | float:
-    """A number, with its type in front of it or without."""
+    """Parses a number, with or without its type in front."""
     dtype, separator, value = text.rpartition(":")
     number = _BOOLEANS[value.lower()] if value.lower() in ("true", "false") else _number(value)
     try:
@@ -181,10 +181,10 @@ def _number(text: str) -> int | float:
 
 
 def _string(text: str) -> str:
-    """The text itself, or what it is as a string of JSON."""
+    """Returns the text itself, or the value of a JSON string."""
     if not text.startswith('"'):
         return text
-    return cast("str", json.loads(text))  # it begins as a string: it is one or an error
+    return cast("str", json.loads(text))  # it starts like a JSON string: it is one or an error
 
 
 _BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
@@ -212,7 +212,7 @@ def parse_metas(texts: Sequence[str]) -> dict[str, TensorMeta | None]:
     """Metas given as ``NAME=DTYPE[SIZES]`` or ``NAME=null``.
 
     Raises:
-        FileError: A text has another form, or there is no such dtype or size.
+        FileError: A text is malformed, or a dtype or size is invalid.
     """
     metas: dict[str, TensorMeta | None] = {}
     for text in texts:
@@ -237,7 +237,7 @@ def _meta(name: str, dtype: str, shape: str) -> TensorMeta:
 
 
 def results_path(path: Path) -> Path:
-    """The path with the ending that NumPy would add; looked at before a call, not after it.
+    """Adds the suffix to a path that NumPy would add; checked before a call, not after it.
 
     Raises:
         FileError: Results cannot be written there.
@@ -271,7 +271,7 @@ def write_results(path: Path, results: Mapping[str, npt.NDArray[Any] | None]) ->
 
 
 def check_writable(path: Path) -> None:
-    """Raises FileError where `write_text` would, before there is a text; creates nothing."""
+    """Raises FileError if `write_text` would, before there is a text; creates nothing."""
     number = 0
     if path.is_dir():
         number = errno.EISDIR

@@ -38,7 +38,7 @@ def verdict(result: Verdict) -> dict[str, Any]:
 def call(
     path: Path, arrays: dict[str, npt.NDArray[Any] | None], info: ExecutionInfo, *, with_timeline: bool
 ) -> dict[str, Any]:
-    """Where results are, their types and shapes, None for what was masked out; and the `ExecutionInfo`."""
+    """Path, types and shapes of the results, None for masked-out ones, and the `ExecutionInfo`."""
     outputs = {
         name: None if array is None else {"dtype": str(array.dtype), "shape": list(array.shape)}
         for name, array in arrays.items()
@@ -48,7 +48,7 @@ def call(
 
 
 def error(row: ErrorRow) -> dict[str, Any]:
-    """A row of the error table, and the constraints that give its number."""
+    """A row of the error table, and the constraints with its number."""
     rules = [(s, c) for s in OPERATORS.values() for c in s.constraints if row.code and c.code == row.code]
     return {**asdict(row), "constraints": [constraint(record, rule) for record, rule in rules]}
 

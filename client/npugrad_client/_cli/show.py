@@ -80,7 +80,7 @@ def operator(console: Console, found: OperatorInfo) -> None:
 
 
 def _lacking(operator: OperatorInfo) -> str:
-    """Who lacks an operator that is not supported: only a product that has it gives its operands types."""
+    """Says what lacks an unsupported operator; its parameters have dtypes only if the product has it."""
     on_product = any(parameter.dtypes for parameter in operator.parameters)
     return "the server's devices; a call to it says why" if on_product else "this product"
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from npugrad.operator import OpRecord
 
 _PIPED_WIDTH = 200
-"""Width where no terminal tells one: wide, so that a line is a line for grep."""
+"""Width without a terminal: wide, so that lines are not broken for grep."""
 
 
 def _console(*, stderr: bool = False) -> Console:
@@ -56,7 +56,7 @@ def reporting(failed: int = 1) -> Iterator[None]:
         number = f" {error.code}" if isinstance(error, OperatorError) and error.code is not None else ""
         request = f" (request {error.request_id})" if error.request_id else ""
         fail(f"{error.reason}{number}: {error}{request}", failed)
-    except (TypeError, ValueError) as error:  # a name or a value that the client itself does not take
+    except (TypeError, ValueError) as error:  # a name or a value that the client itself rejects
         fail(str(error), 2)
 
 

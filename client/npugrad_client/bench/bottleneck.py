@@ -11,16 +11,16 @@ if TYPE_CHECKING:
 
 _MEDIAN_SHARE, _TAIL_SHARE = 0.1, 0.25
 _SLACK_S = 0.002
-"""Late by less than this is what any machine is."""
+"""Lateness below this is normal everywhere."""
 _LOOP_SHARE = 0.9
 
 
 def client_bound(result: Result) -> tuple[str, ...]:
-    """Reasons to think that the client, and not the server, set the figures; empty when there is none.
+    """Returns reasons to think that the client, not the server, set the figures; empty if there are none.
 
-    Calls that were sent late are part of their latencies: they may be late by a tenth of the median, and at
-    the 99th percentile by a quarter of it; without answers there is nothing to hold them against. Nor may a
-    worker's event loop be busy nearly all the time.
+    A late start is part of a call's latency: lateness may be a tenth of the latency at the median, and a
+    quarter at the 99th percentile; without answers there is nothing to compare it with. Nor may a worker's
+    event loop be busy nearly all the time.
     """
     reasons = []
     if result.record.unsent_s:

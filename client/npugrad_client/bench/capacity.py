@@ -21,7 +21,7 @@ PRECISION = 0.02
 CONFIRM = 3
 MOST_TRIALS = 40
 _GROWTH = 0.01
-"""Part of the calls by which those in flight may grow while a server keeps up."""
+"""Share of all calls by which the calls in flight may grow while a server keeps up."""
 _LEAST_GROWTH = 3
 _FIRST_STEP = 1.15
 
@@ -31,10 +31,10 @@ class CapacityTrial:
     """One run of the search.
 
     Attributes:
-        rate: Calls a second that were to be sent.
-        complaints: Why it is no rate that the server can carry; empty when it is.
-        client_bound: Why the client is to blame, if it is.
-        throughput_per_s: Right answers a second.
+        rate: Intended calls per second.
+        complaints: Why the server cannot sustain this rate; empty if it can.
+        client_bound: Why the client was the bottleneck, if it was.
+        throughput_per_s: Successful answers per second.
     """
 
     rate: float
@@ -44,12 +44,12 @@ class CapacityTrial:
 
     @property
     def is_met(self) -> bool:
-        """Whether the server carried it."""
+        """Whether the server sustained it."""
         return not self.complaints
 
 
 def judge(result: Result, rate: float, slo: Slo) -> CapacityTrial:
-    """Holds one run against the objectives, and against a queue that grows."""
+    """Checks one run against the objectives, and for a growing queue."""
     complaints = [str(outcome) for outcome in slo.judge(result) if not outcome.is_met]
     grown, allowed = backlog_growth(result), _allowed_growth(result)
     if grown > allowed:
@@ -58,7 +58,7 @@ def judge(result: Result, rate: float, slo: Slo) -> CapacityTrial:
 
 
 def backlog_growth(result: Result) -> int:
-    """By how many the calls in flight grew over the measured part."""
+    """Growth of the number of calls in flight over the measured part."""
     last = result.duration_s / result.record.window_s - 1e-9
     windows = [w for number, w in result.record.windows.items() if 0 <= number < last]
     ended = sum(w.completed + sum(w.tally.failed.values()) + w.tally.dropped for w in windows)
@@ -67,7 +67,7 @@ def backlog_growth(result: Result) -> int:
 
 def _allowed_growth(result: Result) -> float:
     steady = max(_GROWTH * result.intended, _LEAST_GROWTH)
-    # Calls in flight are those of one service time, which may all have begun in the measured part.
+    # In flight are the calls of one service time, which may all have begun in the measured part.
     steady += result.throughput_per_s * result.record.service.percentile_s(1.0)
     return steady + (2 * math.sqrt(result.intended) if result.scenario["arrival"] == "poisson" else 0.0)
 
@@ -78,11 +78,11 @@ class Capacity:
 
     Attributes:
         trials: All runs in order.
-        precision: Relative distance of the two rates that the search stopped at.
-        is_client_limited: Whether the client could not send enough to find the end.
-        is_settled: Whether the search came to its end within its trials.
-        is_interrupted: Whether it was ended before.
-        died: What a trial died of, which ended it; empty where none did.
+        precision: Relative distance between the two rates at which the search stopped.
+        is_client_limited: Whether the client could not send enough to find the limit.
+        is_settled: Whether the search finished within its trials.
+        is_interrupted: Whether it was interrupted.
+        died: Why a trial died, which ended the search; empty if none did.
     """
 
     trials: list[CapacityTrial] = field(default_factory=list)
@@ -119,7 +119,7 @@ class Capacity:
 
     @property
     def least_share_met(self) -> float:
-        """With 95 % confidence, the share of trials at the capacity that are met at least: 0.05^(1/n)."""
+        """Lower bound, with 95 % confidence, on the share of trials met at the capacity: 0.05^(1/n)."""
         met, all_trials = self.tried(self.rate)
         return 0.05 ** (1 / met) if met and met == all_trials else 0.0
 
@@ -177,15 +177,15 @@ class Capacity:
 
 
 class ClientLimited(Exception):
-    """The client cannot send at the rate that is to be tried."""
+    """The client cannot send at the rate to be tried."""
 
 
 class Ended(Exception):
-    """The search is to end before it has found anything sure; raised by what measures."""
+    """The search must end without a settled result; raised by whatever runs a trial."""
 
 
 class Interrupted(Ended):
-    """Somebody wants it to."""
+    """The search was interrupted."""
 
 
 class Died(Ended):
@@ -197,12 +197,12 @@ class TrialsUsedUp(Exception):
 
 
 class Search:
-    """The search.
+    """A search for the capacity.
 
     Args:
         measure: Runs one trial at a rate.
-        precision: Relative distance of the rate that holds and the one that does not.
-        confirm: Trials that the capacity must have been met in, and more than half of them in all.
+        precision: Relative distance between the rate that holds and the one that does not.
+        confirm: Number of trials in which the capacity must be met, which must be over half of its trials.
         most_trials: Trials after which the search ends unsettled.
     """
 
@@ -227,7 +227,7 @@ class Search:
                 low, high = self._halve(low, high)
                 if self._is_confirmed(low):
                     break
-                # One that was met by luck: below it is another bracket.
+                # It was met by luck: look for another bracket below it.
                 low, high = self._below(low), low
         except ClientLimited:
             self.found.is_client_limited = True
@@ -238,7 +238,7 @@ class Search:
         return self.found
 
     def end(self, ended: Ended) -> None:
-        """Notes why it ended before its time."""
+        """Notes why it ended early."""
         self.found.is_settled = False
         if isinstance(ended, Interrupted):
             self.found.is_interrupted = True
@@ -251,7 +251,7 @@ class Search:
         if rate > MAX_RATE:
             raise ClientLimited
         trial = self._measure(rate)
-        if trial.client_bound:  # once more: something else may have had the machine for a moment
+        if trial.client_bound:  # once more: something else may have used the CPU for a moment
             trial = self._measure(rate)
         if trial.client_bound:
             raise ClientLimited
@@ -259,7 +259,7 @@ class Search:
         return trial.is_met
 
     def _bracket(self, start: float) -> tuple[float, float]:
-        """A rate that was met and one that was not; 0 for the first when none was."""
+        """Finds a rate that is met and one that is not; the first is 0 if none is met."""
         rate, step = start, _FIRST_STEP
         if self._try(rate):
             while self._try(rate * step):
@@ -268,7 +268,7 @@ class Search:
         return self._below(rate), rate
 
     def _below(self, high: float) -> float:
-        """A rate below one that was missed, which is met; 0 where there is none to be found."""
+        """Finds a rate that is met, below one that was missed; 0 if there is none."""
         step = _FIRST_STEP
         while high > 1e-3:
             high, step = high / step, min(step * step, 2.0)
@@ -294,12 +294,12 @@ class Search:
 
 
 def check_precision(precision: float) -> None:
-    """Raises ScenarioError for one that is not to be reached, or none at all."""
+    """Raises ScenarioError for a precision that is unreachable or meaningless."""
     check(0.001 <= precision <= 0.5, "precision", precision, "0.001 to 0.5")
 
 
 def at_rate(scenario: Scenario, rate: float) -> Scenario:
-    """A scenario at a constant rate, as long as it was."""
+    """Returns a scenario at a constant rate, with the same duration."""
     return replace(scenario, stages=(LoadStage(rate, rate, scenario.duration_s),))
 
 

@@ -21,10 +21,10 @@ class Series:
     """One line, or one layer of a stack.
 
     Attributes:
-        name: What the legend calls it.
+        name: Name in the legend.
         ys: Its values, one for each x; None where there is none.
         color: Number of its colour in the style sheet.
-        dashed: Whether the line is broken.
+        dashed: Whether the line is dashed.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Axes:
-    """Where values lie in the picture.
+    """Maps values to positions in the picture.
 
     Attributes:
         x_range: Ends of the horizontal axis.
@@ -46,7 +46,7 @@ class Axes:
     y_range: tuple[float, float]
 
     def at(self, x: float, y: float) -> tuple[float, float]:
-        """The place of a value."""
+        """The position of a value."""
         across = (x - self.x_range[0]) / max(self.x_range[1] - self.x_range[0], _TINY)
         up = (y - self.y_range[0]) / max(self.y_range[1] - self.y_range[0], _TINY)
         return (
@@ -72,16 +72,16 @@ def line_chart(
     Args:
         title: What is shown, with its unit.
         x_name: What the horizontal axis is, with its unit.
-        xs: Places of the points, ascending.
+        xs: Positions of the points, ascending.
         series: The lines.
-        shade_below: What lies left of this is shaded: the warm-up.
+        shade_below: The area left of this x, the warm-up, is shaded.
         limit: Name and value of a horizontal line that marks an objective.
-        x_ticks: Places and texts of marks; round numbers by default.
+        x_ticks: Positions and labels of ticks; round numbers by default.
         is_log: Whether the vertical axis is logarithmic.
-        describe: Text of an x for the labels that appear under the pointer; the number by default.
+        describe: Text of an x for tooltips; the number by default.
 
     Returns:
-        An SVG element; a line of text where there are fewer than two points.
+        An SVG element; a line of text if there are fewer than two points.
     """
     values = [y for each in series for y in each.ys if y is not None and (y > 0 or not is_log)]
     if len(xs) < 2 or not values:
@@ -191,7 +191,7 @@ def _frame(
 def _line(
     axes: Axes, series: Series, points: Sequence[tuple[float, float, float]], describe: Callable[[float], str]
 ) -> Iterable[str]:
-    """The line, and a spot for each of its points that says its value under the pointer."""
+    """The line, and a dot for each of its points, with its value as tooltip."""
     path = " ".join("{:.1f},{:.1f}".format(*axes.at(x, y)) for x, y, _ in points)
     dashed = " dashed" if series.dashed else ""
     yield f'<polyline class="line s{series.color}{dashed}" points="{path}"/>'

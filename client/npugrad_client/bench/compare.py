@@ -1,8 +1,8 @@
-"""Whether two runs differ: intervals from a block bootstrap over time windows, and a margin to ignore.
+"""Whether two runs differ, by intervals from a block bootstrap over time windows and a margin to ignore.
 
-Latencies of neighbouring calls depend on each other, so single calls must not be drawn again one by one:
-blocks of neighbouring windows are. What is drawn from within a run cannot show how much whole runs of the
-same build differ, so a difference counts only where the whole interval is beyond a margin.
+Latencies of neighbouring calls depend on each other, so blocks of neighbouring windows are resampled, not
+single calls. Resampling a run cannot show how much whole runs of the same build differ, so a difference
+counts only if its whole interval is beyond a margin.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _PERCENTILES = {"p50": 50.0, "p90": 90.0, "p99": 99.0}
 _SHOWN_ONLY = ("p99",)
 """Tails of two runs of the same build differ too much for a verdict; their intervals are shown."""
 ERROR_MARGIN = 0.001
-"""As `MARGIN`, for the difference of the shares of calls that were not served."""
+"""Like `MARGIN`, for the difference between the shares of calls that were not served."""
 _WIDEST = 1.5
-"""Where an interval spans more than this factor, the runs are too short or too unsteady to tell."""
+"""If an interval spans more than this factor, the runs are too short or too unsteady to tell."""
 _REPLICATES = 2000
 _MOST_WINDOWS = 5000
 _FOLLOWING = ("name", "request_bytes", "response_bytes")
-"""What of a workload follows from all else of it, which says better what differs."""
+"""Fields of a workload that follow from its other fields, which show better what differs."""
 _SAME = ("arrival", "workloads", "load", "workers", "timeout_s", "max_in_flight")
 
 
@@ -56,8 +56,8 @@ class Difference:
             for errors the difference of the shares.
         low: Lower end of the interval of `change`.
         high: Its upper end.
-        judgement: What that says.
-        decides: Whether the verdict looks at it.
+        judgement: What the interval shows.
+        decides: Whether it counts for the verdict.
     """
 
     metric: str
@@ -94,13 +94,13 @@ class Difference:
 
 @dataclass(frozen=True)
 class RunComparison:
-    """Two runs held against each other.
+    """Comparison of two runs.
 
     Attributes:
         differences: Figure by figure.
         margin: Relative change that is ignored.
-        confidence: That of the intervals which decide, all together.
-        flaws: What takes from the worth of the runs, in sentences; only where that is allowed.
+        confidence: Joint confidence level of the intervals that decide.
+        flaws: Flaws of the runs, in sentences; only if flawed runs are allowed.
     """
 
     differences: tuple[Difference, ...]
@@ -110,7 +110,7 @@ class RunComparison:
 
     @property
     def judgement(self) -> Judgement:
-        """The verdict: the worst of the figures that decide."""
+        """The verdict: the worst judgement of the figures that decide."""
         found = {each.judgement for each in self.differences if each.decides}
         order: tuple[Judgement, ...] = ("slower", "inconclusive", "faster")
         worst: Judgement | None = next((each for each in order if each in found), None)
@@ -135,7 +135,7 @@ class RunComparison:
 
 
 def _as_json(values: dict[str, Any]) -> dict[str, Any]:
-    """JSON has no infinity: None stands for it."""
+    """Replaces infinity, which JSON lacks, by None."""
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
 
 
@@ -147,17 +147,17 @@ def compare(
     *,
     allow_flawed: bool = False,
 ) -> RunComparison:
-    """Holds a second run against a first one.
+    """Compares a second run with a first one.
 
     Args:
         a: The first run, such as that of the last release.
         b: The second.
         margin: Relative change to ignore; for errors it is `ERROR_MARGIN`.
-        confidence: Of the intervals that decide, all together.
-        allow_flawed: Whether runs are compared that were interrupted, died or measured the client.
+        confidence: Joint confidence level of the intervals that decide.
+        allow_flawed: Whether to compare runs that were interrupted, died or measured the client.
 
     Raises:
-        ScenarioError: They did not send the same, one is too short, or has a flaw.
+        ScenarioError: The runs did not send the same load, or one is too short or has a flaw.
     """
     check(0 < margin < 1, "margin", margin, "a share between 0 and 1")
     check(0.5 <= confidence < 1, "confidence", confidence, "0.5 to 1")
@@ -168,7 +168,7 @@ def compare(
     runs = [_Run(a, "A"), _Run(b, "B")]
     metrics = [*_PERCENTILES, *(["throughput"] if a.is_closed else []), "errors"]
     deciding = [name for name in metrics if name not in _SHOWN_ONLY]
-    tail = (1 - confidence) / len(deciding) / 2  # all intervals together, not each one by itself
+    tail = (1 - confidence) / len(deciding) / 2  # all intervals jointly, not each by itself
     found = [_difference(name, runs, tail, margin) for name in metrics]
     return RunComparison(tuple(found), margin, confidence, told)
 
@@ -179,12 +179,12 @@ def _check_same(a: Result, b: Result) -> None:
 
 
 def _check_value(key: str, a: Any, b: Any) -> None:
-    """Names what differs in which workload, and does not show all of them."""
+    """Raises ScenarioError for the first difference, naming its workload and key."""
     if key == "workloads" and len(a) == len(b):
         for index, (one, other) in enumerate(zip(a, b, strict=True)):
             _check_value(f"{key}[{index}]", one, other)
     elif isinstance(a, dict) and isinstance(b, dict):
-        # What only one has, such as a report of another version, differs too.
+        # A key that only one has, as in a report of another version, is a difference too.
         for name in sorted({**a, **b}, key=_FOLLOWING.__contains__):
             _check_value(f"{key}.{name}", a.get(name), b.get(name))
     elif a != b:
@@ -192,7 +192,7 @@ def _check_value(key: str, a: Any, b: Any) -> None:
 
 
 class _Run:
-    """One run as matrices, a row for each window, and what draws its windows again."""
+    """One run as matrices with a row per window, and the weights that resample its windows."""
 
     def __init__(self, result: Result, name: str) -> None:
         kept, self.window_s = _windows(result)
@@ -212,9 +212,9 @@ class _Run:
         self.drawn = _redrawn(len(kept), begun, np.random.default_rng(len(kept)))
 
     def value(self, metric: str, weights: Floats) -> Floats:
-        """The figure for each row of weights of the windows."""
+        """Returns the figure for each row of window weights."""
         if metric == "errors":
-            # Replicates of no calls at all have no errors; only runs of few calls have such ones.
+            # A replicate without calls has no errors; this only occurs in runs of few calls.
             shares: Floats = (weights @ self.wrong) / np.maximum(weights @ self.intended, 1.0)
             return shares
         if metric == "throughput":
@@ -224,10 +224,10 @@ class _Run:
 
 
 def _windows(result: Result) -> tuple[list[Window], float]:
-    """The whole windows of the measured part, and their seconds.
+    """The complete windows of the measured part, and their length in seconds.
 
-    Those too in which nothing started: a closed loop that waits has them, and their time passed. Neighbours
-    are joined where they are so many that drawing them again would take gigabytes.
+    They include windows in which nothing started: a waiting closed loop has them, and their time passed too.
+    Neighbours are joined if there are so many that resampling would take gigabytes.
     """
     window_s = result.record.window_s
     whole = math.floor(result.duration_s / window_s + 1e-9)
@@ -240,10 +240,10 @@ def _windows(result: Result) -> tuple[list[Window], float]:
 
 
 def _redrawn(windows: int, begun: int, random: np.random.Generator) -> Floats:
-    """How often each window is taken, by replicate: blocks of neighbours, the end joined to the start.
+    """How often each replicate takes each window, in blocks of neighbours that wrap around at the end.
 
-    A block is as long as the cube root of the windows in which calls began takes: shorter ones, of windows
-    that are mostly empty, would tear apart calls that depend on each other.
+    On average, a block contains the cube root of the number of windows in which calls began. If most windows
+    are empty, shorter blocks would separate calls that depend on each other.
     """
     length = max(1, round(windows / begun ** (2 / 3)))
     blocks = math.ceil(windows / length)
@@ -255,7 +255,7 @@ def _redrawn(windows: int, begun: int, random: np.random.Generator) -> Floats:
 
 
 def _percentiles(counts: Floats, buckets: list[int], percentile: float) -> Floats:
-    """A percentile of each row of counts, in seconds; inside its bucket by interpolation."""
+    """A percentile of each row of counts, in seconds, interpolated within its bucket."""
     below = np.cumsum(counts, axis=1)
     rank = below[:, -1:] * percentile / 100
     which = np.minimum((below < rank).sum(axis=1), len(buckets) - 1)

@@ -1,7 +1,7 @@
 """Sends the calls of one worker: open loop by a schedule, or closed loop one after the other.
 
-In an open loop a call's latency counts from when it was meant to start, so that a server which stalls does
-not hide the calls that would have been made meanwhile.
+In an open loop, a call's latency counts from its intended start, so that a server that stalls does not hide
+the calls that would have been made meanwhile.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ if TYPE_CHECKING:
 
 _HEARTBEAT_S = 0.02
 _NAP_S = 0.25
-"""How long a sleeping sender does not notice that it is to stop."""
+"""How long a sleeping sender takes at most to notice that it must stop."""
 _LEAST_GRACE_S, _GRACE = 1.0, 0.1
-"""How far beyond its end, in seconds and in parts of the duration, a sender that is behind goes on."""
+"""How long a late sender goes on after the end: at least in seconds, and as a share of the duration."""
 _IDLE_S = 0.02
-"""How often a caller of a closed loop looks whether its turn has come."""
+"""How often a caller of a closed loop checks whether its turn has come."""
 
 
 @dataclass
 class LoadProgress:
-    """What happened since the last look, for the live view.
+    """What happened since the last report, for the live view.
 
     Attributes:
         intended: Calls that were to be sent.
-        answered: Calls that came back right.
-        failed: Calls that came back wrong.
+        answered: Calls that succeeded.
+        failed: Calls that failed.
         dropped: Calls that were not sent.
-        in_flight: Calls under way now.
+        in_flight: Calls in flight now.
         latency: Latencies from the intended start.
     """
 
@@ -57,12 +57,12 @@ class LoadProgress:
 
 @dataclass
 class Cpu:
-    """Time of the processor in the measured part.
+    """CPU time in the measured part.
 
     Attributes:
         wall_s: Seconds that passed.
-        thread_s: Seconds that the thread of the event loop ran.
-        process_s: Seconds that all threads ran.
+        thread_s: CPU seconds of the event loop's thread.
+        process_s: CPU seconds of all threads.
     """
 
     wall_s: float = 0.0
@@ -71,7 +71,7 @@ class Cpu:
 
     @property
     def loop_share(self) -> float:
-        """Part of the time in which the event loop's thread ran."""
+        """Share of the time in which the event loop's thread ran."""
         return self.thread_s / self.wall_s if self.wall_s > 0 else 0.0
 
 
@@ -80,15 +80,15 @@ class Engine:
 
     Args:
         scenario: What is sent.
-        worker: Which of its workers.
-        send: Sends one call of a workload to a server, by their indices, and returns what that says of it.
+        worker: Index of the worker.
+        send: Sends one call of a workload to a server, given by their indices, and returns the call's info.
         record: Where calls are counted.
         epoch_s: When the measured part starts, on the monotonic clock.
-        servers: Names of the servers, which calls go to in turn.
+        servers: Names of the servers; calls go to them in turn.
 
     Attributes:
         record: Where calls are counted.
-        cpu: Time of the processor in the measured part.
+        cpu: CPU time in the measured part.
         ended_s: When the last call was answered, in seconds from the start of the measured part.
     """
 
@@ -103,7 +103,7 @@ class Engine:
     ) -> None:
         self._scenario, self._worker, self._send = scenario, worker, send
         self.record, self._epoch_s = record, epoch_s
-        # A name is kept with a call only where it tells something.
+        # Calls are counted by server only if there are several.
         self._servers = tuple(servers) if len(servers) > 1 else ("",)
         self._turns = itertools.count(worker)
         self._names = [each.name for each in scenario.workloads]
@@ -121,17 +121,17 @@ class Engine:
         self.ended_s = 0.0
 
     def stop(self) -> None:
-        """Sends no more calls; those in flight end as they would."""
+        """Stops sending; calls in flight end normally."""
         self._stopped.set()
 
     def abandon(self) -> None:
-        """Sends no more calls, and gives up those in flight."""
+        """Stops sending, and cancels calls in flight."""
         self.stop()
         for task in self._tasks:
             task.cancel()
 
     def take_progress(self) -> LoadProgress:
-        """What happened since the last time."""
+        """Returns what happened since it was last taken."""
         taken, self._progress = self._progress, LoadProgress()
         taken.in_flight = self._in_flight
         return taken
@@ -150,7 +150,7 @@ class Engine:
         return time.monotonic() - self._epoch_s
 
     async def _sleep_until(self, at_s: float) -> None:
-        # In pieces and not on an event: a timer for each call is cheap, a wait with a time-out is not.
+        # In pieces rather than on an event: a timer for each call is cheap, a wait with a timeout is not.
         while (left_s := at_s - self._now()) > 0 and not self._stopped.is_set():  # noqa: ASYNC110
             await asyncio.sleep(min(left_s, _NAP_S))
 
@@ -163,10 +163,10 @@ class Engine:
             if at_s > self._now():
                 await self._sleep_until(at_s)
             else:
-                await asyncio.sleep(0)  # behind: answers must be read all the same
+                await asyncio.sleep(0)  # behind schedule: answers must still be read
             if self._stopped.is_set():
                 return
-            if (now := self._now()) > last_s:  # never to catch up; the record says so
+            if (now := self._now()) > last_s:  # it cannot catch up; the record says so
                 self.record.unsent_s = now - at_s
                 return
             self._start(at_s, workload)
@@ -195,7 +195,7 @@ class Engine:
         self._tasks = {asyncio.create_task(self._caller(number)) for number in mine}
 
     async def _caller(self, number: int) -> None:
-        """One caller: its next call waits for the answer to the one before."""
+        """Makes the calls of one caller, each after the answer to the one before."""
         mix = closed_mix(self._scenario, number)
         while not self._stopped.is_set() and (now := self._now()) < self._scenario.duration_s:
             if number >= round(self._scenario.level(now)):
@@ -220,7 +220,7 @@ class Engine:
         self._in_flight += 1
         try:
             info = await self._send(workload, turn)
-        except Exception as error:  # counted, whatever it is: a task that died would hide it
+        except Exception as error:  # counts any error: a task that died would hide it
             record.failed(name, at_s, getattr(error, "reason", "") or type(error).__name__, server)
             self._progress.failed += 1
             return
@@ -232,7 +232,7 @@ class Engine:
         self._progress.latency.add(ended_s - at_s)
 
     async def _watch(self) -> None:
-        """How late this very loop is, and how much processor it takes, while it is measured."""
+        """Measures how late the event loop is, and how much CPU time it takes."""
         await self._sleep_until(0.0)
         start = time.monotonic(), time.thread_time(), time.process_time()
         while True:

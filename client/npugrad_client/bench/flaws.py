@@ -15,14 +15,14 @@ Kind = Literal["died", "interrupted", "client_bound"]
 
 @dataclass(frozen=True)
 class Flaw:
-    """One reason.
+    """One flaw.
 
     Attributes:
         kind: ``"died"``: a worker process of the load test ended, or the run could not begin.
-            ``"interrupted"``: somebody ended it before its time. ``"client_bound"``: the client, not the
-            server, set the figures.
-        message: It in a sentence.
-        is_allowed: Whether whoever ran it said beforehand that objectives are to be judged all the same.
+            ``"interrupted"``: it was interrupted. ``"client_bound"``: the client, not the server, set the
+            figures.
+        message: The flaw in a sentence.
+        is_allowed: Whether an option of the run allowed it beforehand, so that objectives are judged anyway.
     """
 
     kind: Kind
@@ -31,7 +31,7 @@ class Flaw:
 
 
 def flaws(result: Result) -> tuple[Flaw, ...]:
-    """The flaws of a run, the gravest first; none of one that counts."""
+    """Returns the flaws of a run, the most serious first; empty for a valid run."""
     found = []
     if result.died:
         found.append(Flaw("died", f"The run died: {result.died}."))
@@ -44,5 +44,5 @@ def flaws(result: Result) -> tuple[Flaw, ...]:
 
 
 def spoiling(result: Result) -> tuple[Flaw, ...]:
-    """Those flaws for which no objective is judged."""
+    """Returns the flaws because of which no objective is judged."""
     return tuple(flaw for flaw in flaws(result) if not flaw.is_allowed)

@@ -1,4 +1,4 @@
-"""Signals that end a load test: the first ends it in order and writes everything, a second at once."""
+"""Signals that end a load test: the first ends it cleanly and writes everything, a second ends it at once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 ENDING = (signal.SIGINT, signal.SIGTERM)
-"""Ctrl-C, and what a pipeline, a service manager or Kubernetes sends."""
+"""Ctrl-C, and the signal of pipelines, service managers and Kubernetes."""
 
 
 class TooEarly(BaseException):
@@ -19,10 +19,10 @@ class TooEarly(BaseException):
 
 
 class Interrupts:
-    """While it is entered, the first interrupt calls `stop`, whatever is being done at that time.
+    """While entered, makes the first interrupt call `stop`, whatever runs at that time.
 
     Attributes:
-        stop: Ends the sending; None before there is any, when the interrupt raises `TooEarly` instead.
+        stop: Stops sending; None before sending starts, when the interrupt raises `TooEarly` instead.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class Interrupts:
 
     @contextmanager
     def entered(self) -> Iterator[Interrupts]:
-        """Takes the signals for a block; only the main thread has any."""
+        """Handles the signals in a block; does nothing outside the main thread, which alone gets them."""
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
@@ -53,7 +53,7 @@ class Interrupts:
 
 @contextmanager
 def terminated_as_interrupted() -> Iterator[None]:
-    """Has SIGTERM do what Ctrl-C does, for a block of the main thread."""
+    """Makes SIGTERM act like Ctrl-C in a block of the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -66,7 +66,7 @@ def terminated_as_interrupted() -> Iterator[None]:
 
 @contextmanager
 def held_back() -> Iterator[None]:
-    """Lets no interrupt in until the block is over; what is started meanwhile never has one."""
+    """Blocks interrupts until the block is over; processes started in it never get one."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return

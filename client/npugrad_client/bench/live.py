@@ -28,7 +28,7 @@ _BAR_WIDTH = 32
 
 
 class Recent:
-    """What the workers said of the last seconds.
+    """What the workers reported of the last seconds.
 
     Args:
         scenario: What is sent.
@@ -43,7 +43,7 @@ class Recent:
         self.at_s = -scenario.warm_up_s
 
     def add(self, at_s: float, progress: LoadProgress) -> None:
-        """Takes in what a worker said at a time of the run."""
+        """Adds a worker's report at a time of the run."""
         self.at_s = max(at_s, self.at_s)
         self._said.append((at_s, progress))
         while self._said[0][0] < at_s - _SPAN_S:
@@ -101,7 +101,7 @@ class Recent:
 
 @contextmanager
 def live_view(console: Console, scenario: Scenario) -> Iterator[Callable[[float, LoadProgress], None] | None]:
-    """Shows a run while it goes on; yields what it wants to be told, None where there is no terminal."""
+    """Shows a run live; yields the callable to report to, or None if there is no terminal."""
     if not console.is_terminal:
         yield None
         return

@@ -1,7 +1,8 @@
 """Calls per second over time, for a chart.
 
-A window may hold a call or none, so that counts by windows jump up and down where the load is even: they are
-joined until each holds some calls. What was intended is not counted at all, but taken from the load.
+A window may contain one call or none, so counts per window jump up and down even if the load is steady.
+Windows are therefore joined until each contains some calls. Intended calls are computed from the load, not
+counted.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ _LEAST_CALLS, _LEAST_BINS = 10, 20
 
 @dataclass(frozen=True)
 class Bin:
-    """Some neighbouring windows.
+    """Several neighbouring windows, joined.
 
     Attributes:
         start_s: Its start, in seconds from that of the measured part.
         end_s: Its end.
         window: What happened in it.
-        intended_per_s: Calls a second that were meant to start in it.
+        intended_per_s: Intended calls per second in it.
     """
 
     start_s: float
@@ -38,7 +39,7 @@ class Bin:
 
     @property
     def middle_s(self) -> float:
-        """Where a chart shows it."""
+        """Its middle, where a chart shows it."""
         return (self.start_s + self.end_s) / 2
 
     def per_s(self, count: int) -> float:
@@ -47,7 +48,7 @@ class Bin:
 
 
 def bins(result: Result) -> list[Bin]:
-    """The run in order, the warm-up first; also what nothing happened in."""
+    """Returns the bins of a run in order, warm-up first, including those in which nothing happened."""
     window_s, scenario = result.record.window_s, result.scenario
     last = math.ceil(result.duration_s / window_s - 1e-9)
     kept = {number: window for number, window in result.record.windows.items() if number < last}
@@ -68,14 +69,14 @@ def bins(result: Result) -> list[Bin]:
 
 
 def _joined(result: Result, windows: int) -> int:
-    """How many windows make a bin: few calls each, but not so few bins that the course is lost."""
+    """Number of windows per bin: some calls in each, but not so few bins that the shape is lost."""
     calls = result.intended / max(windows, 1)
     wanted = math.ceil(_LEAST_CALLS / calls) if calls else windows
     return max(1, min(wanted, windows // _LEAST_BINS))
 
 
 def _intended(result: Result, start_s: float, end_s: float, window: Window) -> float:
-    if result.is_closed or result.scenario["arrival"] == "trace":  # there is no rate but that of the calls
+    if result.is_closed or result.scenario["arrival"] == "trace":  # the only rate is that of the calls
         return window.tally.intended / (end_s - start_s)
     load = result.scenario["load"]
     return round((_expected(load, end_s) - _expected(load, start_s)) / (end_s - start_s), 9)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from npugrad.call import ExecutionInfo
 
 STAGES = ("queued", "copy_in", "run", "copy_out", "elsewhere")
-"""What a call's time goes to: the server's stages, and all else between client and worker and back."""
+"""Where a call's time goes: the server's stages, and everything else between client and worker and back."""
 DEADLINE_REASON = "DEADLINE_EXCEEDED"
 
 
@@ -25,9 +25,9 @@ class Tally:
 
     Attributes:
         intended: Calls that were to be sent.
-        answered: Calls that came back right.
+        answered: Calls that succeeded.
         dropped: Calls not sent, because too many were in flight.
-        failed: Calls that came back wrong, by reason.
+        failed: Calls that failed, by reason.
     """
 
     intended: int = 0
@@ -48,20 +48,20 @@ class Tally:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Tally:
-        """What `as_dict` wrote."""
+        """Reads what `as_dict` wrote."""
         counts = {name: int(values[name]) for name in ("intended", "answered", "dropped")}
         return cls(**counts, failed=Counter(values["failed"]))
 
 
 @dataclass
 class Window:
-    """A span of time, that of the intended start; `completed` counts by the time of the answer.
+    """A span of time. Calls count by their intended start, `completed` by the time of the answer.
 
     Attributes:
         tally: Calls meant to start in it.
-        completed: Right answers that came in it.
+        completed: Successful answers that arrived in it.
         latency: Latencies from the intended start, of calls meant to start in it.
-        stages: Seconds by stage, summed over them.
+        stages: Seconds by stage, summed over these calls.
     """
 
     tally: Tally = field(default_factory=Tally)
@@ -87,7 +87,7 @@ class Window:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Window:
-        """What `as_dict` wrote."""
+        """Reads what `as_dict` wrote."""
         stages = [float(each) for each in values["stages_s"]]
         return cls(
             Tally.from_dict(values), int(values["completed"]), Sketch.from_list(values["latency"]), stages
@@ -99,7 +99,7 @@ class Part:
     """The calls of one workload, server or device.
 
     Attributes:
-        tally: Their counts; of a device only the answers, of a server without what was dropped.
+        tally: Their counts; for a device only the answers, for a server without dropped calls.
         latency: Latencies from the intended start.
         run_s: Seconds the operator ran, summed.
     """
@@ -120,7 +120,7 @@ class Part:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Part:
-        """What `as_dict` wrote."""
+        """Reads what `as_dict` wrote."""
         return cls(Tally.from_dict(values), Sketch.from_list(values["latency"]), float(values["run_s"]))
 
 
@@ -129,22 +129,22 @@ _DISTRIBUTIONS = ("latency", "service", "lateness", "loop_lag")
 
 
 class Record:
-    """Everything that is kept of a run's calls. Times are seconds from the start of the measured part.
+    """Everything recorded of a run's calls. Times are seconds from the start of the measured part.
 
     Attributes:
-        window_s: Length of a window; the warm-up has those with negative numbers.
+        window_s: Length of a window; windows of the warm-up have negative numbers.
         total: Counts of the measured part.
-        latency: From the intended start to the answer, of right answers.
+        latency: From the intended start to the answer, of successful calls.
         service: From the actual start to the answer.
         lateness: From the intended start to the actual one, of all calls that were sent.
-        loop_lag: How late the event loop of a worker ran what was due.
+        loop_lag: How late a worker's event loop ran due tasks.
         stages: Distribution of each stage.
         stage_sums: Seconds by stage, summed.
         windows: Windows by number.
         workloads: Parts by workload.
-        devices: Parts by device; with its server, where there are several.
-        servers: Parts by server; empty where there is one.
-        unsent_s: How far behind its schedule a worker was that gave up; 0 where none did.
+        devices: Parts by device; with its server, if there are several.
+        servers: Parts by server; empty if there is only one.
+        unsent_s: How far behind its schedule a worker was when it gave up; 0 if none did.
     """
 
     def __init__(self, window_s: float) -> None:
@@ -161,8 +161,8 @@ class Record:
         self.unsent_s = 0.0
 
     def window(self, at_s: float) -> Window:
-        """The window of a time."""
-        # A quotient is a little off: 0.3 / 0.1 is below 3. But no time before 0 is in the measured part.
+        """Returns the window that contains a time."""
+        # Quotients are slightly off: 0.3 / 0.1 is below 3. But no time before 0 is in the measured part.
         number = math.floor(at_s / self.window_s + 1e-9)
         return self.windows[min(number, -1) if at_s < 0 else number]
 
@@ -174,21 +174,21 @@ class Record:
             self.workloads[workload].tally.intended += 1
 
     def dropped(self, workload: str, at_s: float) -> None:
-        """Counts one that is not sent, because too many are in flight."""
+        """Counts a call that is not sent, because too many are in flight."""
         self.window(at_s).tally.dropped += 1
         if at_s >= 0:
             self.total.dropped += 1
             self.workloads[workload].tally.dropped += 1
 
     def sent(self, at_s: float, started_s: float, server: str = "") -> None:
-        """Counts a call that is sent, and how late; `server` is named where there are several."""
+        """Counts a call that is sent, and how late; `server` is given if there are several."""
         if at_s >= 0:
             self.lateness.add(started_s - at_s)
             if server:
                 self.servers[server].tally.intended += 1
 
     def failed(self, workload: str, at_s: float, reason: str, server: str = "") -> None:
-        """Counts one that came back wrong."""
+        """Counts a call that failed."""
         self.window(at_s).tally.failed[reason] += 1
         if at_s >= 0:
             self.total.failed[reason] += 1
@@ -205,15 +205,15 @@ class Record:
         info: ExecutionInfo,
         server: str = "",
     ) -> None:
-        """Counts one that came back right.
+        """Counts a call that succeeded.
 
         Args:
             workload: Its workload's name.
             at_s: When it was meant to start.
-            started_s: When it did.
-            ended_s: When its answer was there.
-            info: What the server says of it.
-            server: Which server, where there are several.
+            started_s: When it started.
+            ended_s: When its answer arrived.
+            info: The server's info on it.
+            server: Name of the server, if there are several.
         """
         times = [info.queued_s, info.copy_in_s, info.run_s, info.copy_out_s]
         times.append(max(0.0, ended_s - started_s - sum(times)))
@@ -276,10 +276,10 @@ class Record:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Record:
-        """What `as_dict` wrote.
+        """Reads what `as_dict` wrote.
 
         Raises:
-            KeyError, TypeError, ValueError: It is something else.
+            KeyError, TypeError, ValueError: The values are something else.
         """
         record = cls(float(values["window_s"]))
         record.total = Tally.from_dict(values["total"])

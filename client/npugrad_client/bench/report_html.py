@@ -83,7 +83,7 @@ def _verdict(result: Result) -> str:
         return ""
     kinds = {"met": "good", "missed": "bad", "not judged": "bad"}
     items = "".join(f'<li class="{kinds[o.verdict]}">{escape(str(o))}</li>' for o in outcomes)
-    # One that was missed says so for all, and a run that has a flaw judges none.
+    # One missed objective decides for all, and a flawed run judges none.
     text = next((v for v in ("not judged", "missed") if any(o.verdict == v for o in outcomes)), "met")
     return f'<p class="verdict {kinds[text]}">Objectives {text}</p><ul>{items}</ul>'
 
@@ -101,7 +101,7 @@ def _tiles(result: Result) -> str:
 
 
 def _windows(result: Result) -> list[tuple[float, Window]]:
-    """Windows with the time of their start in seconds, up to the end of what was measured."""
+    """Windows with their start in seconds, up to the end of the measurement."""
     last = result.duration_s / result.record.window_s - 1e-9
     found = sorted((number, window) for number, window in result.record.windows.items() if number < last)
     return [(number * result.record.window_s, window) for number, window in found]
@@ -135,14 +135,14 @@ def _rates(result: Result, begin: float | None) -> str:
         Series("answered", [part.per_s(part.window.completed) for part in parts], 0),
         Series("failed", [part.per_s(sum(part.window.tally.failed.values())) for part in parts], 5),
         Series("dropped", [part.per_s(part.window.tally.dropped) for part in parts], 3),
-        Series(sent, [part.intended_per_s for part in parts], 4, dashed=True),  # above: it may lie on another
+        Series(sent, [part.intended_per_s for part in parts], 4, dashed=True),  # on top: may hide another
     ]
     kept = [each for each in rates if any(each.ys) or each.name == "answered"]
     return line_chart("Calls a second", "seconds", [p.middle_s for p in parts], kept, shade_below=begin)
 
 
 def _start(result: Result) -> str:
-    """When a call's latency begins: a closed loop intends no time, it sends when it may."""
+    """When a call's latency begins: a closed loop has no intended start, it sends when it can."""
     return "start" if result.is_closed else "intended start"
 
 
@@ -156,7 +156,7 @@ def _limit(result: Result) -> tuple[str, float] | None:
 
 
 def _distribution(result: Result) -> str:
-    """Percentiles over a scale on which each nine takes as much room as the one before."""
+    """Percentiles on a scale on which each further nine takes the same room."""
     points = [p for p in _CURVE if (100 - p) / 100 * result.answered >= 1]
     xs = [-math.log10(1 - p / 100) for p in points]
     wanted = {0: "0", 50: "50", 90: "90", 99: "99", 99.9: "99.9", 99.99: "99.99"}
@@ -293,7 +293,7 @@ def _facts(result: Result) -> str:
 
 
 def told_inputs(workload: Mapping[str, Any]) -> str:
-    """Where the operands of a workload come from, for people."""
+    """Describes where the operands of a workload come from."""
     if workload["inputs"] == "data":
         return "operands travel"
     return f"operands are made by the server{', which checks their digests' if workload['digest'] else ''}"
@@ -307,7 +307,7 @@ def _versions(environment: object) -> str:
 
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """First column text, the others figures."""
+    """A table whose first column is text, the others figures."""
     head = "".join(f"<th{_kind(index)}>{escape(each)}</th>" for index, each in enumerate(heads))
     body = "".join(
         "<tr>" + "".join(f"<td{_kind(index)}>{escape(each)}</td>" for index, each in enumerate(row)) + "</tr>"

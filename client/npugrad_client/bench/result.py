@@ -36,12 +36,12 @@ class Result:
 
     Attributes:
         scenario: What was sent, as `Scenario.as_dict` gives it.
-        record: What came of it.
+        record: The measurements.
         elapsed_s: Seconds of the measured part until the last call was sent and answered, or stopped.
-        cpus: Time of the processor of each worker.
-        is_interrupted: Whether it was ended before its time.
-        died: Why it ended by itself before its time, or could not begin; empty where it did not.
-        is_client_bound_allowed: Whether objectives are judged even where the client was the bottleneck.
+        cpus: CPU time of each worker.
+        is_interrupted: Whether it was interrupted.
+        died: Why it ended early by itself, or could not begin; empty if it did not.
+        is_client_bound_allowed: Whether objectives are judged even if the client was the bottleneck.
         environment: Versions, host and server, by name.
     """
 
@@ -61,7 +61,7 @@ class Result:
 
     @property
     def duration_s(self) -> float:
-        """Seconds that count for rates: as planned, or until the end where that came first."""
+        """Seconds that count for rates: as planned, or until the end if that came first."""
         planned = float(sum(stage[2] for stage in self.scenario["load"]))
         is_cut_short = self.elapsed_s > 0 or self.is_interrupted or bool(self.died)
         return min(planned, self.elapsed_s) if is_cut_short else planned
@@ -78,12 +78,12 @@ class Result:
 
     @property
     def answered(self) -> int:
-        """Calls that came back right."""
+        """Calls that succeeded."""
         return self.record.total.answered
 
     @property
     def failed(self) -> int:
-        """Calls that came back wrong."""
+        """Calls that failed."""
         return sum(self.record.total.failed.values())
 
     @property
@@ -99,28 +99,28 @@ class Result:
 
     @property
     def error_share(self) -> float:
-        """Failed and dropped calls among those intended; 1 where there was none."""
+        """Share of the intended calls that failed or were dropped; 1 if none was intended."""
         return (self.failed + self.dropped) / self.intended if self.intended else 1.0
 
     @property
     def deadline_miss_share(self) -> float:
-        """Calls whose deadline passed, among those intended."""
+        """Share of the intended calls whose deadline passed."""
         return self.record.total.failed[DEADLINE_REASON] / self.intended if self.intended else 0.0
 
     @property
     def completed(self) -> int:
-        """Right answers that came within the measured part, whenever their calls started."""
+        """Successful answers that arrived in the measured part, whenever their calls started."""
         last = self.duration_s / self.record.window_s
         return sum(w.completed for number, w in self.record.windows.items() if 0 <= number < last - 1e-9)
 
     @property
     def throughput_per_s(self) -> float:
-        """Right answers a second."""
+        """Successful answers per second."""
         return self.completed / self.duration_s if self.duration_s > 0 else 0.0
 
     @property
     def offered_per_s(self) -> float:
-        """Calls a second that were to be sent."""
+        """Calls per second that were to be sent."""
         return self.intended / self.duration_s if self.duration_s > 0 else 0.0
 
     @property
@@ -177,10 +177,10 @@ class Result:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Result:
-        """What `as_dict` wrote.
+        """Reads what `as_dict` wrote.
 
         Raises:
-            ValueError: It is something else.
+            ValueError: The values are something else.
         """
         if not isinstance(values, dict) or values.get("format") != FORMAT:
             found = values.get("format") if isinstance(values, dict) else type(values).__name__
@@ -200,7 +200,7 @@ class Result:
             raise ValueError(f"not a whole report: {type(error).__name__} {error}") from None
 
     def as_csv(self) -> str:
-        """A line for each window: what a spreadsheet wants."""
+        """A line for each window, for spreadsheets."""
         file = io.StringIO()
         writer = csv.writer(file, lineterminator="\n")
         names = [f"p{p:g}_s" for p in PERCENTILES]
@@ -236,7 +236,7 @@ def _server_figures(part: Part) -> dict[str, Any]:
 
 
 def _check_scenario(scenario: Any) -> Any:
-    """The scenario of a report, in which nothing is missing that reports show."""
+    """Returns the scenario of a report; raises `ValueError` if it lacks something that reports show."""
     missing = [key for key in _SCENARIO_KEYS if key not in scenario]
     if missing:
         raise ValueError(f"scenario: {missing[0]} is missing, so this is not a whole report")
@@ -256,7 +256,7 @@ def load_result(path: Path) -> Result:
     """Reads the JSON of a run.
 
     Raises:
-        ScenarioError: It cannot be read, or holds something else.
+        ScenarioError: The file cannot be read, or contains something else.
     """
     text = read_text(path, "the JSON of a run")
     try:

@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     OnProgress = Callable[[float, LoadProgress], None]
 
 _LEAD_S = 0.2
-"""From the order to start to the first call: time for every worker to hear it."""
+"""Time from the order to start until the first call, so that every worker gets the order."""
 _END_S = 10.0
-"""How long workers may take to end once nobody listens to them."""
+"""How long workers may take to end once their connections are closed."""
 _INFO_S = 10.0
 
 
@@ -49,26 +49,26 @@ def run(
     on_progress: OnProgress | None = None,
     tls: Tls | None = None,
 ) -> Result:
-    """Measures a server, or several, which calls go to in turn.
+    """Measures a server, or several to which calls go in turn.
 
-    An interrupt (SIGINT or SIGTERM) ends the sending, and what was measured until then is the result. A
-    second one gives up. Where a worker dies, what the others measured is the result. Either result says so.
+    An interrupt (SIGINT or SIGTERM) stops sending, and the result is what was measured until then. A second
+    one gives up. If a worker dies, the result is what the others measured. Either result says so.
 
     Args:
         scenario: What is sent.
-        target: Address of the server, or one of each.
+        target: Address of the server, or of each server.
         on_progress: Called about twice a second for each worker, with the time in seconds since the measured
-            part began (negative in the warm-up) and what happened since its last one.
-        tls: How to encrypt; None for connections that are not.
+            part began (negative in the warm-up) and what happened since the worker's last report.
+        tls: TLS settings; None for unencrypted connections.
 
     Raises:
         NpugradError: A first call failed, so there is nothing to measure.
         KeyboardInterrupt: It was interrupted a second time.
         ImportError: The extra `bench` is not installed.
     """
-    Record(scenario.window_s)  # says that the extra is missing before anything is started
+    Record(scenario.window_s)  # reports a missing extra before anything is started
     servers = Servers((target,) if isinstance(target, str) else tuple(target), tls)
-    for one in servers.targets:  # says what is wrong with an address or a certificate, likewise
+    for one in servers.targets:  # likewise for a wrong address or certificate
         Client(one, tls=tls).close()
     with Interrupts().entered() as interrupts:
         try:
@@ -98,7 +98,7 @@ def unmeasured(
 
 @contextmanager
 def _workers(scenario: Scenario, servers: Servers) -> Iterator[list[Connection]]:
-    """Starts the workers, and sees that they have gone, however the block ends."""
+    """Starts the workers, and makes sure that they end, however the block ends."""
     context = multiprocessing.get_context("spawn")
     processes: list[Any] = []
     connections: list[Connection] = []
@@ -107,7 +107,7 @@ def _workers(scenario: Scenario, servers: Servers) -> Iterator[list[Connection]]
             ours, theirs = context.Pipe()
             process = context.Process(target=work, args=(theirs, scenario, worker, servers), daemon=True)
             connections.append(ours)
-            # The first process would start it, and let interrupts through again.
+            # Otherwise the first process would start it, and let interrupts through again.
             resource_tracker.ensure_running()
             with held_back():
                 process.start()
@@ -153,12 +153,12 @@ def _measured(
 ) -> Result:
     epoch_s = time.monotonic() + _LEAD_S + scenario.warm_up_s
     follower = _Follower(connections, epoch_s, on_progress)
-    with held_back():  # a worker that is to stop must have started
+    with held_back():  # a worker must have started before it can be stopped
         interrupts.stop = follower.stop
         for connection in connections:
-            with contextlib.suppress(OSError):  # it died; the follower sees that
+            with contextlib.suppress(OSError):  # it died; the follower notices that
                 connection.send(Start(epoch_s))
-    follower.follow()  # calls in flight end as they would, even after an interrupt
+    follower.follow()  # calls in flight end normally, even after an interrupt
     record = Record(scenario.window_s)
     for done in follower.done:
         record.merge(Record.from_dict(done.record))
@@ -173,12 +173,12 @@ def _measured(
 
 
 class _Follower:
-    """Reads what the workers say until all are done.
+    """Reads the workers' messages until all are done.
 
     Attributes:
-        done: What those said that came to their end.
-        is_stopped: Whether an interrupt ended the sending.
-        died: What the first one died of that did not come to its end; empty where all did.
+        done: Messages of the workers that finished.
+        is_stopped: Whether an interrupt stopped sending.
+        died: Why the first worker that did not finish died; empty if all finished.
     """
 
     def __init__(self, connections: list[Connection], epoch_s: float, on_progress: OnProgress | None) -> None:
@@ -203,7 +203,7 @@ class _Follower:
             self.done.append(message)
         elif isinstance(message, Failed):
             self.died = self.died or str(message.error)
-            self._stop_sending()  # the load is no longer the one that was asked for
+            self._stop_sending()  # the load is no longer as requested
         elif isinstance(message, LoadProgress) and self._on_progress is not None:
             self._on_progress(time.monotonic() - self._epoch_s, message)
 
@@ -218,7 +218,7 @@ class _Follower:
 
 
 def _environment(is_encrypted: bool) -> dict[str, Any]:
-    """What the figures belong to, without what servers say of themselves."""
+    """The environment of the measurement, without the servers' own descriptions."""
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "npugrad": npugrad.__version__,
@@ -234,7 +234,7 @@ def _told(servers: Servers) -> list[dict[str, Any]]:
 
 
 def _server(target: str, tls: Tls | None) -> dict[str, Any]:
-    """What a server says of itself; only its address where it says nothing."""
+    """A server's own description; only its address if it gives none."""
     with contextlib.suppress(NpugradError), Client(target, timeout_s=_INFO_S, tls=tls, retry=None) as client:
         info = client.server_info()
         devices = [asdict(device) for device in info.devices]

@@ -33,12 +33,12 @@ MAX_CONCURRENCY = 65536
 DEFAULT_LABEL = "bench"
 MAX_WINDOWS = 100_000
 MAX_OPERAND_BYTES = 2**31 - 1
-"""Operands of a workload that travel; no message holds more."""
+"""Maximum size of the operands that a workload sends; no message can be larger."""
 Inputs = Literal["data", "recipe"]
 INPUTS: tuple[Inputs, ...] = ("data", "recipe")
 _WEEK_S = 7 * 86400
 NOT_SIZES = ("dtype", "product")
-"""Keywords of every record's `build` that are no size."""
+"""Keywords of every record's `build` that are not sizes."""
 
 
 class ScenarioError(ValueError):
@@ -50,33 +50,33 @@ _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 3, 80, 80
 
 
 def check(holds: bool, key: str, found: object, expected: str) -> None:
-    """Raises ScenarioError unless it holds; of a value without end, the message shows the beginning."""
+    """Raises ScenarioError unless `holds`; the message shows only the beginning of a long value."""
     if not holds:
         raise ScenarioError(f"{key}: found {shown(found)}; expected {expected}")
 
 
 def shown(value: object) -> str:
-    """A value in a message: the beginning of one that is long or deep."""
+    """Formats a value for a message: only the beginning of a long or deep one."""
     return _SHORT.repr(value)
 
 
 @dataclass(frozen=True)
 class WeightedWorkload:
-    """One kind of call, and how much of the mix it is.
+    """One kind of call, and its share of the mix.
 
     Attributes:
         operator: Name such as ``"group_norm_backward"``.
         dtype: Element type; empty for the operator's first one.
-        size: One of the sizes that the operator's record names; not looked at where `sizes` are given.
+        size: One of the sizes that the operator's record names; ignored if `sizes` are given.
         sizes: Keywords of the operator's `build`; empty for those of `size`.
         label: Label of the calls: the tenant, for a server that shares its devices fairly.
         priority: Priority of the calls, -100 to 100.
         weight: Share of the mix, relative to the other workloads.
         deterministic: Whether the calls ask for results that do not depend on the order of summation.
-        inputs: ``"data"``: operands travel with each call. ``"recipe"``: the server makes them from a few
-            numbers, so that no operand travels.
-        digest: Whether each recipe has its digest, so that the server proves to have made the same bits.
-        name: What reports call it; made of the operator, the type, the size and what is not usual by default.
+        inputs: ``"data"``: operands are sent with each call. ``"recipe"``: the server makes them from a few
+            numbers, so that no operand is sent.
+        digest: Whether each recipe has a digest, so that the server proves that it made the same bits.
+        name: Name in reports; by default made from operator, type, size and whatever is not usual.
     """
 
     operator: str
@@ -95,7 +95,7 @@ class WeightedWorkload:
         """Checks it and fills in what was left out.
 
         Raises:
-            ScenarioError: A value is not allowed, or the call is not a legal one.
+            ScenarioError: A value is not allowed, or the call is illegal.
         """
         check(self.operator in OPERATORS, "operator", self.operator, ", ".join(OPERATORS))
         record = OPERATORS[self.operator]
@@ -116,7 +116,7 @@ class WeightedWorkload:
             object.__setattr__(self, "name", " ".join(filter(None, parts)))
 
     def changed(self, **changes: Any) -> WeightedWorkload:
-        """The same but for some fields; a name that was made is made anew.
+        """Returns a copy with some fields changed; a generated name is generated again.
 
         Raises:
             ScenarioError: A value is not allowed.
@@ -143,7 +143,7 @@ class WeightedWorkload:
 
     @property
     def keywords(self) -> dict[str, Any]:
-        """What the operator's `build` is given beside the type."""
+        """Keywords of the operator's `build` besides the type."""
         return dict(self.sizes or OPERATORS[self.operator].workloads.named[self.size].sizes)
 
     def call(self) -> CallMeta:
@@ -172,7 +172,7 @@ class WeightedWorkload:
 
     @property
     def nbytes(self) -> tuple[int, int]:
-        """Bytes of the operands that travel, and of the results."""
+        """Bytes of the operands that are sent, and of the results."""
         call, record = self.call(), OPERATORS[self.operator]
         outputs = record.infer(call)
         made = recipes(record, call) if self.inputs == "recipe" else {}
@@ -183,7 +183,7 @@ class WeightedWorkload:
 
 
 def _listed(value: Any) -> Any:
-    """As JSON gives it back."""
+    """Converts a value to what JSON would return for it."""
     if isinstance(value, dict):
         return {key: _listed(each) for key, each in value.items()}
     return [_listed(each) for each in value] if isinstance(value, (list, tuple)) else value
@@ -214,24 +214,24 @@ class LoadStage:
 
 @dataclass(frozen=True)
 class Scenario:
-    """One measurement, completely.
+    """Complete description of one measurement.
 
     Attributes:
         workloads: The mix.
-        stages: The load over time, without the warm-up; one stage for a trace, which lasts as long as it.
+        stages: The load over time, without the warm-up; for a trace, one stage of the same duration.
         arrival: Open loop (``"constant"``, ``"poisson"``, ``"trace"``) or ``"closed"``.
-        trace: Intended starts in seconds, ascending, of a trace; with each one the index of its workload, or
-            -1 for one drawn from the mix.
+        trace: Intended starts of a trace in seconds, ascending, each with the index of its workload, or -1
+            for one drawn from the mix.
         warm_up_s: Seconds at the first stage's level whose calls are not measured.
-        max_calls: Calls, the warm-up's included, after which the run ends in any case; 0 for no such end.
+        max_calls: Calls, warm-up included, after which the run ends in any case; 0 for no limit.
         timeout_s: Deadline of each call in seconds.
-        max_in_flight: Calls that an open loop has under way at most; what would exceed it is dropped and
+        max_in_flight: Maximum number of calls in flight in an open loop; further ones are dropped and
             counted.
-        workers: Processes that send.
-        seed: Of the operands, the intervals and the order of the mix.
-        window_s: Length of the time windows that results are kept for.
-        slo: What the results are held against; None for nothing.
-        name: What reports call it.
+        workers: Number of processes that send.
+        seed: Seed of the operands, the intervals and the order of the mix.
+        window_s: Length of the time windows for which results are kept.
+        slo: Objectives for the results; None for none.
+        name: Name in reports.
     """
 
     workloads: tuple[WeightedWorkload, ...]
@@ -278,7 +278,7 @@ class Scenario:
         self._check_windows()
 
     def _check_windows(self) -> None:
-        """Results are kept by windows, so that there must not be too many of them."""
+        """Limits the number of windows, because results are kept per window."""
         least_s = max(1e-3, self.duration_s / MAX_WINDOWS)
         check(least_s <= self.window_s <= _WEEK_S, "window", self.window_s, f"{least_s:g} s and up to a week")
         most_s = MAX_WINDOWS * self.window_s - self.duration_s
@@ -289,7 +289,7 @@ class Scenario:
         check(self.warm_up_s <= most_s, "warm_up", self.warm_up_s, expected)
 
     def _check_names(self) -> None:
-        """Reports tell workloads apart by their names."""
+        """Rejects duplicate names, because reports tell workloads apart by their names."""
         names = [each.name for each in self.workloads]
         for index, name in enumerate(names):
             check(
@@ -318,7 +318,7 @@ class Scenario:
         return sum(stage.duration_s for stage in self.stages)
 
     def level(self, t: float) -> float:
-        """The load at t seconds, which are negative in the warm-up; 0 after the end."""
+        """The load at t seconds (negative in the warm-up); 0 after the end."""
         if t < 0:
             return self.stages[0].start or self.stages[0].end
         for stage in self.stages:
@@ -367,6 +367,6 @@ class Scenario:
 
 
 def _window_s(duration_s: float) -> float:
-    """About 120 windows of a round length, of 0.1 s at least."""
+    """A round window length of at least 0.1 s that gives about 120 windows."""
     wanted = duration_s / 120
     return next((w for w in (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0) if w >= wanted), 3600.0)

@@ -1,4 +1,4 @@
-"""Scenarios as YAML files, and the ones that are shipped.
+"""Scenarios as YAML files, and those that come with the package.
 
     name: detector
     workloads:
@@ -8,8 +8,8 @@
         label: training
         priority: 10
         weight: 3
-        inputs: recipe             # the server makes the operands; `data`, which travels, by default
-        digest: true               # and proves to have made the same bits
+        inputs: recipe             # the server makes the operands; by default `data`: they are sent
+        digest: true               # and proves that it made the same bits
     arrival: poisson               # constant, poisson, closed, or {trace: FILE.csv, speed: 2}
     load:
       - {rate: 50, duration: 30s}
@@ -17,14 +17,14 @@
     warm_up: 5s
     slo: p99=50ms,errors=0.1%
 
-Instead of `sizes` an entry may name one that the operator's record has (`size: small`), and `operator: all`
-stands for an entry for each operator.
+Instead of `sizes`, an entry may name a size of the operator's record (`size: small`), and `operator: all`
+stands for one entry per operator.
 
-Durations have their unit: us, ms, s, m or h. `inputs` and `digest` beside `workloads` hold for each workload
-that does not say them itself.
+Durations have a unit: us, ms, s, m or h. `inputs` and `digest` next to `workloads` apply to each workload
+that does not set them itself.
 
-A trace is a text file of one call a line: seconds from its start, ascending, and after a comma, if the calls
-are not to be drawn from the mix, the name of a workload.
+A trace is a text file with one call per line: seconds from its start, ascending, and after a comma the name
+of a workload, unless that is to be drawn from the mix.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _WORKLOAD_KEYS: dict[str, type | tuple[type, ...]] = {
     "name": str,
 }
 EVERY = "all"
-"""What an entry names as its operator to stand for one of each."""
+"""Operator of an entry that stands for one entry per operator."""
 _SCENARIO_KEYS = (
     "name",
     "workloads",
@@ -89,7 +89,7 @@ _KIND_NAMES = {str: "text", int: "a whole number", dict: "a mapping", bool: "tru
 def shipped_scenarios() -> dict[str, Path]:
     """Files of the scenarios that come with the package, by name."""
     package = Path(npugrad_client.__file__).parent
-    # Inside the package where it is installed; beside it in a source tree.
+    # Inside the package if it is installed; next to it in a source tree.
     folder = next((f for f in (package / "scenarios", package.parent / "scenarios") if f.is_dir()), None)
     return {path.stem: path for path in sorted(folder.glob("*.yaml"))} if folder else {}
 
@@ -134,12 +134,12 @@ def read_text(path: Path, expected: str) -> str:
 
 
 def scenario_from(document: Any, folder: Path, default_name: str = "") -> Scenario:
-    """Makes a scenario of what a file holds.
+    """Makes a scenario from the content of a file.
 
     Args:
         document: The mapping.
-        folder: Where the files lie that it names.
-        default_name: Name for one that has none.
+        folder: Folder of the files that it names.
+        default_name: Name if it has none.
 
     Raises:
         ScenarioError: A key is missing, unknown or of the wrong kind, or a value is not allowed.
@@ -166,7 +166,7 @@ def scenario_from(document: Any, folder: Path, default_name: str = "") -> Scenar
 
 
 def at_key(key: str, parse: Callable[[Any], Any], value: Any) -> Any:
-    """Reads a value; what is wrong with it is said with its key.
+    """Reads a value; errors name its key.
 
     Raises:
         ScenarioError: It cannot be read.
@@ -204,7 +204,7 @@ def _for_every_operator(entry: Any) -> list[Any]:
 def _workload(entry: Any, key: str, common: Mapping[str, Any]) -> WeightedWorkload:
     given = {**common, **_mapping(entry, key, tuple(_WORKLOAD_KEYS))}
     if given.get("inputs") != "recipe" and not (isinstance(entry, dict) and "digest" in entry):
-        given.pop("digest", None)  # what holds for all is of no matter where operands travel
+        given.pop("digest", None)  # a default does not matter if operands are sent
     check("operator" in given, key, sorted(given), "a key `operator`")
     values = {name: _of_kind(value, f"{key}.{name}", _WORKLOAD_KEYS[name]) for name, value in given.items()}
     if "sizes" in values:
@@ -256,12 +256,12 @@ def read_trace(path: Path, names: Sequence[str], speed: float = 1.0) -> tuple[tu
     """Reads intended starts in seconds, and the index of the workload of each, -1 for one from the mix.
 
     Args:
-        path: The file; empty lines and what follows a ``#`` are left out.
+        path: The file; empty lines and whatever follows a ``#`` are ignored.
         names: Names of the workloads.
         speed: How many times as fast as recorded.
 
     Raises:
-        ScenarioError: A line is no time, names no workload, or goes back in time.
+        ScenarioError: A line has no valid time, names an unknown workload, or goes back in time.
     """
     arrivals: list[tuple[float, int]] = []
     for number, line in enumerate(read_text(path, "a trace").splitlines(), 1):
@@ -274,7 +274,7 @@ def read_trace(path: Path, names: Sequence[str], speed: float = 1.0) -> tuple[tu
         except ValueError:
             seconds = math.nan
         last = arrivals[-1][0] if arrivals else 0.0
-        # Not `seconds < last`, which is false for what is no number.
+        # Not `seconds < last`, which is false for NaN.
         check(last <= seconds < math.inf, f"{path}:{number}", time, "seconds, ascending from 0")
         check(not name or name in names, f"{path}:{number}", name, f"one of {', '.join(names)}")
         arrivals.append((seconds, names.index(name) if name else -1))
@@ -283,9 +283,9 @@ def read_trace(path: Path, names: Sequence[str], speed: float = 1.0) -> tuple[tu
 
 
 def trace_stage(trace: Sequence[tuple[float, int]]) -> LoadStage:
-    """The stage of a trace: as long as it is, at its mean rate."""
+    """The stage of a trace: of the same duration, at its mean rate."""
     last_s, intervals = trace[-1][0], len(trace) - 1
-    # Longer than the last start, which has an interval too.
+    # Ends after the last start, which is followed by an interval too.
     duration_s = max(last_s * len(trace) / intervals if intervals else last_s + 0.1, 0.1)
     rate = len(trace) / duration_s
     return LoadStage(rate, rate, duration_s)

@@ -1,8 +1,8 @@
 """Intended start times of calls: one schedule per run, of which each worker sends its part.
 
-A load that changes over time is unit-rate arrivals (0, 1, 2, ... or a Poisson process) seen through the
-inverse of the expected number of calls so far. Every worker makes the same schedule from the same seed and
-takes each n-th call, so the whole is what was asked for, however many there are.
+A load that changes over time is made by mapping unit-rate arrivals (0, 1, 2, ... or a Poisson process)
+through the inverse of the expected number of calls so far. Every worker makes the same schedule from the same
+seed and takes every n-th call, so the total load is as requested for any number of workers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def schedule(scenario: Scenario, worker: int = 0) -> Iterator[tuple[float, int]]
 
     Args:
         scenario: What is sent.
-        worker: Which of the scenario's workers.
+        worker: Index of the worker.
 
     Yields:
         Intended start in seconds, negative in the warm-up, and the index of the workload.
@@ -106,7 +106,7 @@ def _times(stages: tuple[LoadStage, ...], knots: Floats, units: Floats) -> Float
     rates = np.array([stage.start for stage in stages])
     slopes = np.array([(stage.end - stage.start) / stage.duration_s for stage in stages])
     area, rate, slope = units - knots[which], rates[which], slopes[which]
-    # The root of rate * t + slope * t^2 / 2 = area that also holds without a slope.
+    # The root of rate * t + slope * t^2 / 2 = area, in a form that also works without a slope.
     root = np.sqrt(np.maximum(rate * rate + 2 * slope * area, 0.0))
     within = np.divide(2 * area, rate + root, out=np.zeros_like(area), where=rate + root > 0)
     times: Floats = begins[which] + within

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def show_result(console: Console, result: Result) -> None:
-    """Prints a run and how it kept its objectives."""
+    """Prints a run and how it met its objectives."""
     values = result.summary()
     console.print(
         f"{_load(result)}, {result.duration_s:.1f} s: {result.answered} answers, "
@@ -63,7 +63,7 @@ def _load(result: Result) -> str:
     scenario = result.scenario
     what = ", ".join(each["name"] for each in scenario["workloads"])
     levels = [level for stage in scenario["load"] for level in stage[:2]]
-    # One ramp from its start to its end, which may be downwards; of several stages the range.
+    # One ramp from its start to its end, possibly downwards; for several stages, the range.
     first, last = levels if len(levels) == 2 else (min(levels), max(levels))
     level = f"{last:g}" if first == last else f"{first:g} to {last:g}"
     if result.is_closed:
@@ -98,7 +98,7 @@ def _show_notes(console: Console, result: Result) -> None:
 
 
 def refusal(reasons: Sequence[str]) -> str:
-    """What is said instead of figures when the client was the bottleneck."""
+    """The text instead of figures if the client was the bottleneck."""
     return (
         "No figures: the client was the bottleneck, so they would not be the server's.\n"
         + "".join(f"  {reason}\n" for reason in reasons)
@@ -120,7 +120,7 @@ def show_capacity(console: Console, capacity: Capacity) -> None:
 
 
 def show_comparison(console: Console, comparison: RunComparison) -> None:
-    """Prints a comparison, what takes from its worth and the verdict first."""
+    """Prints a comparison, flaws and the verdict first."""
     for said in comparison.flaws:
         console.print(said, soft_wrap=True)
     console.print(str(comparison), soft_wrap=True)

@@ -20,17 +20,17 @@ _NEXT = re.compile(r",(?=\s*\w+\s*=)")
 
 
 def parse_sizes(record: OpRecord, text: str) -> dict[str, Any]:
-    """Reads sizes that are given by name.
+    """Reads sizes given by name.
 
-    Whole numbers stand as they are, a shape as ``8x1024``, lists with commas (``levels=50x67,25x34``). What
-    the record's small workload names must be there, the other keywords of `OpRecord.build` may be.
+    Whole numbers are written as they are, a shape as ``8x1024``, lists with commas (``levels=50x67,25x34``).
+    The names in the record's small workload are required, the other keywords of `OpRecord.build` optional.
 
     Args:
         record: The operator.
-        text: ``NAME=VALUE``, with commas between several.
+        text: ``NAME=VALUE``, separated by commas.
 
     Raises:
-        ScenarioError: A name is unknown, missing or given twice, or a value has another form.
+        ScenarioError: A name is unknown, missing or given twice, or a value is malformed.
     """
     forms = _forms(record)
     required = record.workloads.named["small"].sizes
@@ -124,4 +124,4 @@ _READERS: dict[str, tuple[Callable[[str], Any], str]] = {
     "tuple[tuple[int, int], ...]": (_pairs, "pairs of height and width such as 50x67,25x34"),
     "tuple[bool, ...]": (_flags, "flags such as true,false"),
 }
-"""How a value is read and what it must be, by the annotation of a record's `build`."""
+"""Reader and description of a value, by the annotation of a record's `build`."""

@@ -21,7 +21,7 @@ _GROWTH = math.log(1.01)
 
 
 def rank_of(percentile: float, count: int) -> int:
-    """The rank among `count` values that covers a percentile: the next whole one, from 1."""
+    """The rank among `count` values that covers a percentile: rounded up, from 1."""
     return max(math.ceil(count * percentile / 100 - 1e-9), 1)
 
 
@@ -34,7 +34,7 @@ class Distribution:
         self._histogram = histogram or HdrHistogram(LOWEST_US, HIGHEST_US, DIGITS)
 
     def add(self, seconds: float) -> None:
-        """Counts one value; what is outside the range is counted at its end."""
+        """Counts one value; a value outside the range counts at its end."""
         self._histogram.record_value(min(max(LOWEST_US, int(seconds * 1e6)), HIGHEST_US))
 
     def merge(self, other: Distribution) -> None:
@@ -69,7 +69,7 @@ class Distribution:
         return self._bounds_us(index)[1] / 1e6
 
     def _counts(self) -> npt.NDArray[np.int64]:
-        # The library's own look at 28,000 counts, one by one, takes milliseconds for each percentile.
+        # The library itself visits 28,000 counts one by one, which takes milliseconds per percentile.
         return np.array(self._histogram.counts, np.int64)
 
     def _bounds_us(self, index: int) -> tuple[int, int]:
@@ -83,10 +83,10 @@ class Distribution:
 
     @classmethod
     def decode(cls, text: str) -> Distribution:
-        """What `encode` wrote.
+        """Reads what `encode` wrote.
 
         Raises:
-            ValueError: It is something else.
+            ValueError: The text is something else.
         """
         from hdrh.histogram import HdrHistogram
 
@@ -98,7 +98,7 @@ class Distribution:
 
 
 class Sketch:
-    """Counts of times in buckets that are 1 % wide; only those that occur take room."""
+    """Counts of times in buckets that are 1 % wide; only those that occur take memory."""
 
     def __init__(self, counts: Mapping[int, int] | None = None) -> None:
         self.counts: Counter[int] = Counter(counts or {})
@@ -131,12 +131,12 @@ class Sketch:
 
     @classmethod
     def from_list(cls, pairs: Iterable[Any]) -> Sketch:
-        """What `as_list` wrote."""
+        """Reads what `as_list` wrote."""
         return cls({int(index): int(count) for index, count in pairs})
 
 
 def bucket(seconds: float) -> int:
-    """Which bucket a time falls into; times below 1 us are in bucket 0."""
+    """The bucket of a time; times below 1 us are in bucket 0."""
     return round(math.log(max(seconds * 1e6, 1.0)) / _GROWTH)
 
 

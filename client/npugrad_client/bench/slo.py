@@ -39,9 +39,9 @@ class Objective:
         return self.name in _LATENCIES or _PERCENTILE.fullmatch(self.name) is not None
 
     def measured(self, result: Result) -> float:
-        """What the run shows, in the limit's unit.
+        """Measured value in a run, in the limit's unit.
 
-        For a percentile and the maximum, calls that were not served are infinitely slow. The mean is
+        For a percentile and the maximum, calls that were not served count as infinitely slow. The mean is
         that of the answers; infinite without any.
         """
         if self.name == "throughput":
@@ -58,7 +58,7 @@ class Objective:
         return latency.ranked_s(rank) if rank <= latency.count else math.inf
 
     def format(self, value: float) -> str:
-        """A value with its unit, for people."""
+        """Formats a value with its unit."""
         if self.is_latency:
             return format_seconds(value)
         return f"{value:.1f}/s" if self.name == "throughput" else format_share(value)
@@ -90,7 +90,7 @@ class ObjectiveResult:
 
     @property
     def label(self) -> str:
-        """The verdict for people."""
+        """The verdict as text."""
         return "MISSED" if self.verdict == "missed" else self.verdict
 
     def __str__(self) -> str:
@@ -126,7 +126,7 @@ class Slo:
         """Reads ``"p99=50ms,errors=0.1%"``; errors must be 0 unless it names them.
 
         Raises:
-            ValueError: It names something else, a value is not of its unit, or something appears twice.
+            ValueError: A name is unknown or appears twice, or a value has the wrong unit.
         """
         found: dict[str, Objective] = {}
         for part in filter(None, (part.strip() for part in text.split(","))):

@@ -7,12 +7,12 @@ from typing import Any
 import yaml
 
 MAX_NODES = 100_000
-"""Values in a file, those of aliases counted each time they are used."""
+"""Maximum number of values in a file; those of aliases count each time they are used."""
 _MERGE = "tag:yaml.org,2002:merge"
 
 
 def read_yaml(text: str) -> Any:
-    """What a YAML file says.
+    """Reads a YAML file.
 
     Raises:
         ValueError: It is not YAML, a key appears twice, or it is nested or repeated without bound.
@@ -38,7 +38,7 @@ def _made(loader: yaml.SafeLoader, node: yaml.Node) -> Any:
 
 
 def _size(node: yaml.Node, known: dict[yaml.Node, int], above: set[yaml.Node]) -> int:
-    """How many values a node stands for; refuses what would be too many."""
+    """Number of values that a node stands for; raises ValueError if there are too many."""
     if node in known:
         return known[node]
     if node in above:

@@ -15,7 +15,7 @@ _RATE = re.compile(r"(?P<number>\d+(\.\d+)?|\.\d+)\s*(/s)?", re.ASCII)
 def parse_duration(value: object) -> float:
     """Seconds of ``"50ms"``, ``"30s"`` or ``"2m"``.
 
-    A number alone is refused, 0 as well: one reader takes it for seconds, another for milliseconds.
+    A bare number is rejected, even 0: some would read seconds, others milliseconds.
 
     Raises:
         ValueError: It is not a duration.
@@ -56,7 +56,7 @@ def parse_rate(value: str) -> float:
 
 
 def format_seconds(seconds: float) -> str:
-    """A duration for people, with three significant digits."""
+    """Formats a duration with three significant digits."""
     if not math.isfinite(seconds):
         return str(seconds)
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
@@ -66,7 +66,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_share(share: float) -> str:
-    """A share in percent."""
+    """Formats a share in percent."""
     return f"{share * 100:.3g} %"
 
 

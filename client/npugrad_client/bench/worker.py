@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 PROGRESS_S = 0.5
 _CONNECT_S = 10.0
-"""The least deadline of the calls that connect."""
+"""Minimum deadline of the calls that connect."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Ready:
 
 @dataclass(frozen=True)
 class Failed:
-    """The worker cannot do what it is to do."""
+    """The worker cannot do its work."""
 
     error: Exception
 
@@ -51,12 +51,12 @@ class Start:
 
 @dataclass(frozen=True)
 class Stop:
-    """No more calls are to be sent."""
+    """The worker must send no more calls."""
 
 
 @dataclass(frozen=True)
 class Gone:
-    """Nobody is there to hear of the calls: the parent has closed its end, or died."""
+    """Nobody waits for results any more: the parent has closed its end of the connection, or died."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Done:
 
     Attributes:
         record: The record as `Record.as_dict` gives it.
-        cpu: Time of the processor.
+        cpu: CPU time.
         ended_s: When the last call was answered.
     """
 
@@ -78,15 +78,15 @@ Message = Ready | Failed | LoadProgress | Done
 
 
 def work(connection: Connection, scenario: Scenario, worker: int, servers: Servers) -> None:
-    """Runs one worker to its end; the parent's end of the connection closing ends it as well.
+    """Runs one worker to its end; it also ends when the parent closes the connection.
 
     Args:
         connection: To the parent.
         scenario: What is sent.
-        worker: Which of its workers.
+        worker: Index of the worker.
         servers: Where its calls go.
     """
-    for number in ENDING:  # the parent has them too, and says when to stop
+    for number in ENDING:  # the parent gets them too, and tells the worker to stop
         signal.signal(number, signal.SIG_IGN)
     # Not epoll: asyncio rounds its waits up to whole milliseconds, and every call would be late by that.
     loop = asyncio.SelectorEventLoop(selectors.SelectSelector())
@@ -103,8 +103,8 @@ def work(connection: Connection, scenario: Scenario, worker: int, servers: Serve
 
 
 async def _work(connection: Connection, scenario: Scenario, worker: int, servers: Servers) -> None:
-    # Without retries: a load test counts what went wrong, and sends no call that its schedule does not have.
-    # A client for each server, and not one for all, so that each has its share whatever the others do.
+    # Without retries: a load test counts failures, and sends no call that is not on its schedule. One client
+    # per server, not one for all, so that each gets its share whatever the others do.
     async with AsyncExitStack() as stack:
         clients = [
             await stack.enter_async_context(AsyncClient(target, retry=None, tls=servers.tls))
@@ -114,7 +114,7 @@ async def _work(connection: Connection, scenario: Scenario, worker: int, servers
         if not await _unless_gone(connection, _connect(send, scenario, len(clients))):
             return
         gc.collect()
-        gc.freeze()  # what is there now stays: no collection needs to look at it
+        gc.freeze()  # these objects stay: no collection needs to visit them
         _tell(connection, Ready())
         await _readable(connection)
         order = _received(connection)
@@ -131,12 +131,12 @@ async def _connect(send: Callable[..., Any], scenario: Scenario, servers: int) -
 
 
 async def _unless_gone(connection: Connection, work: Coroutine[Any, Any, None]) -> bool:
-    """Whether it was done before the parent went, who says nothing until it is."""
+    """Whether `work` was done before the parent was gone; the parent sends nothing until it is done."""
     working, gone = asyncio.create_task(work), asyncio.create_task(_readable(connection))
     try:
         await asyncio.wait((working, gone), return_when=asyncio.FIRST_COMPLETED)
         if working.done():
-            working.result()  # raises what it did
+            working.result()  # raises its exception
         return working.done()
     finally:
         for task in (working, gone):
@@ -186,7 +186,7 @@ async def _tell_progress(connection: Connection, engine: Engine) -> None:
 def _tell(connection: Connection, message: Message) -> None:
     try:
         connection.send(message)
-    except OSError:  # the parent has gone; the engine is told by the same connection
+    except OSError:  # the parent is gone; the engine learns it from the same connection
         return
 
 

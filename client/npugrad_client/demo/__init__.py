@@ -38,13 +38,13 @@ def run_demo(
         targets: Addresses of running services; None starts one on loopback and stops it at the end.
         out: Folder for the registration's picture.
         quick: Leave out the largest shapes.
-        tls: How to encrypt, by paths of files; None for not at all.
+        tls: TLS settings with paths of files; None for no encryption.
 
     Returns:
         0 when every result is right and the registration succeeded, else 1.
 
     Raises:
-        ServiceMissing: A service was to be started, and is not installed.
+        ServiceMissing: A service must be started, but is not installed.
     """
     console = Console(width=None if sys.stdout.isatty() else 200)
     started = time.monotonic()
@@ -66,7 +66,7 @@ def run_demo(
 
 @contextmanager
 def _services(targets: Sequence[str] | None) -> Iterator[list[str]]:
-    """Addresses of the services: those given, or that of one that ends with this."""
+    """Yields the addresses of the services: those given, or that of one that runs during the block."""
     if targets is not None:
         yield list(targets)
         return
@@ -107,7 +107,7 @@ def _register(console: Console, targets: Sequence[str], tls: Tls | None, picture
 
 
 def _connection(targets: Sequence[str], tls: Tls | None) -> list[str]:
-    """The options of the example that make the same client."""
+    """The options with which the example connects in the same way."""
     options = [text for target in targets for text in ("--target", target)]
     if tls is not None:
         options.append("--tls")

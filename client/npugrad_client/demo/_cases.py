@@ -25,7 +25,7 @@ class Case:
 
     Attributes:
         record: The operator.
-        title: What it is, for a newcomer.
+        title: Description for a newcomer.
         dtype: Element type of its float operands.
         make: Makes the operands; called when the case runs, because some are large.
     """
@@ -37,7 +37,7 @@ class Case:
 
 
 def official_cases() -> Iterator[Case]:
-    """The official example programs, as written and, where that differs, as intended."""
+    """The official example programs, as written and, if that differs, as intended."""
     for record in OPERATORS.values():
         for example in record.workloads.examples:
             title = ", ".join(filter(None, ("official example", example.reading)))
@@ -45,10 +45,10 @@ def official_cases() -> Iterator[Case]:
 
 
 def realistic_cases(quick: bool = False) -> Iterator[Case]:
-    """Shapes that models really use, in each dtype; all but the first take smaller ones where there are any.
+    """Shapes from real models in each dtype; all dtypes but the first use reduced ones if there are any.
 
     Args:
-        quick: Take the smaller ones for the first dtype as well.
+        quick: Use the reduced ones for the first dtype as well.
     """
     for record in OPERATORS.values():
         for workload in record.workloads.named.values():

@@ -33,8 +33,8 @@ class Row:
         wall_s: Seconds the whole call took for the caller.
         error: Largest error over the largest reference value, worst output.
         used: Largest share of the tolerance that an output used; at most 1 when all is well.
-        explanation: How pixel edges explain the results; empty where there is nothing to explain.
-        official: Whether the official example's values came out; None where there are none.
+        explanation: How pixel edges explain the results; empty if there is nothing to explain.
+        official: Whether the results equal the official example's values; None if there are none.
         is_right: Whether the results are within all tolerances.
     """
 

@@ -22,7 +22,7 @@ class ServiceMissing(RuntimeError):
 
 
 class ServiceFailed(RuntimeError):
-    """The service did not start; the message holds what it said."""
+    """The service did not start; the message contains its output."""
 
 
 def require_service() -> None:

@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from npugrad_client._policy import Policies
 
 Array = Any
-"""An array of JAX, or a tracer of one."""
+"""A JAX array, or a tracer of one."""
 _MAY_MIX = ("layer_norm_backward", "fused_floyd_attention_grad")
-"""Operators whose operands may have several types by the documents."""
+"""Operators whose operands may have several types according to the documents."""
 
 
 @dataclass(frozen=True)
 class Service:
-    """A client with policies and the options of its calls; hashable, as what JAX compiles for must be.
+    """A client with policies and the options of its calls; hashable, as JAX requires for compilation.
 
     Attributes:
         client: Client to call the service with.
@@ -49,7 +49,7 @@ class Service:
     verify: bool = False
 
     def __post_init__(self) -> None:
-        """Refuses a policy that needs the time of a call here, which compiled code does not tell."""
+        """Rejects a policy that needs the local time of a call, which compiled code does not report."""
         if self.policies is not None and self.policies.policy != "always":
             raise ValueError(f"policies: policy: found {self.policies.policy!r}; expected 'always' under JAX")
 
@@ -60,9 +60,9 @@ class Service:
 
         Args:
             operator: Name of the operator of its gradient.
-            operands: Its operands by name, and others that follow from them.
+            operands: Its operands by name, including those that follow from others.
             attrs: Attributes by name.
-            known: Operands of our own formula that the documents do not have.
+            known: Operands of the local formula that the documents do not have.
 
         Raises:
             OperatorError: The documents do not allow the call.
@@ -86,13 +86,13 @@ class Service:
     ) -> tuple[Array, ...]:
         """Calls an operator when the program runs, or computes its results here.
 
-        What is known when it is traced is decided then: the size, and what no product takes.
+        Whatever is known at trace time is decided then: by size, and for calls that no product accepts.
 
         Args:
             operator: Name of the operator.
-            operands: Operands by name; None for those that are not there.
+            operands: Operands by name; None for missing ones.
             attrs: Attributes by name.
-            results: By name of the result, in the order that is wanted, an array of its shape and type.
+            results: For each result by name, in the wanted order, an array of its shape and type.
             local: Computes the results here.
         """
         given = {name: value for name, value in operands.items() if value is not None}
@@ -132,14 +132,14 @@ class Service:
         local: Callable[..., Array],
         grad: Array,
     ) -> tuple[Array | None, ...]:
-        """The same of an operator with a mask; a result like None is not wanted, and None.
+        """Does the same for an operator with an output mask; the gradient of an operand that is None is None.
 
         Args:
             operator: Name of the operator.
-            operands: Operands by name; None for those that are not there.
+            operands: Operands by name; None for missing ones.
             attrs: Attributes by name.
-            results: By name of the result, the operand that it is the gradient of.
-            local: The forward pass, of the operands that have a gradient.
+            results: For each result by name, the operand of which it is the gradient; None if there is none.
+            local: The forward pass, as a function of the operands that have a gradient.
             grad: Gradient of its result.
         """
         wanted = {name: value for name, value in results.items() if value is not None}
@@ -158,7 +158,7 @@ class Service:
 
 @dataclass(frozen=True)
 class _Call:
-    """A call as the engine wants it: traced, with arrays that have no values yet, or with arrays of NumPy."""
+    """A call for the engine: traced, with arrays that have no values yet, or with NumPy arrays."""
 
     operator: str
     inputs: Mapping[str, Array]
@@ -174,7 +174,7 @@ class _Call:
 
     @property
     def is_mixed(self) -> bool:
-        """Whether the operands have several types, and may not."""
+        """Whether the operands have several types although they must not."""
         return self.operator not in _MAY_MIX and is_mixed(self.metas())
 
     def metas(self) -> dict[str, TensorMeta | None]:
@@ -196,7 +196,7 @@ class _Call:
         }
 
     def give_back(self, found: Mapping[str, Any]) -> tuple[Any, ...]:
-        """The results in the order and the types that are wanted."""
+        """The results in the wanted order and types."""
         return tuple(found[name].astype(like.dtype, copy=False) for name, like in self.results.items())
 
 
@@ -207,12 +207,12 @@ def vjp(forward: Callable[..., Array], operands: Sequence[Array], grad: Array) -
 
 
 def wide(*values: Array | None) -> Any:
-    """The type to compute in: float32, or float64 where a value has that."""
+    """The type to compute in: float32, or float64 if a value is float64."""
     return jnp.result_type(jnp.float32, *(value.dtype for value in values if value is not None))
 
 
 def like(shape: Sequence[int], value: Array | None) -> jax.ShapeDtypeStruct:
-    """An operand of the backward pass only, of the type of `value`; None is what is refused, not this."""
+    """A backward-only operand of the type of `value`; if that is None, it is refused instead of this one."""
     return jax.ShapeDtypeStruct(tuple(shape), np.float32 if value is None else value.dtype)
 
 
@@ -220,7 +220,7 @@ def metas(operator: str, operands: Mapping[str, Array | None]) -> dict[str, Tens
     """Type and shape of each operand, which are known when a function is traced.
 
     Raises:
-        TypeError: The service knows nothing like the type of one of them.
+        TypeError: The service does not know the type of one of them.
     """
     return {name: None if value is None else _meta(operator, name, value) for name, value in operands.items()}
 
@@ -228,7 +228,7 @@ def metas(operator: str, operands: Mapping[str, Array | None]) -> dict[str, Tens
 def _meta(operator: str, name: str, value: Array) -> TensorMeta:
     try:
         return TensorMeta(np.dtype(value.dtype), value.shape)
-    except (TypeError, ValueError):  # a key of JAX's generators; one of its narrow floats
+    except (TypeError, ValueError):  # a JAX random key, or one of its narrow floats
         raise TypeError(
             f"{operator}: {name}: found {value.dtype}; expected float32, float16, bfloat16, float64, an "
             "integer type or bool"
@@ -236,5 +236,5 @@ def _meta(operator: str, name: str, value: Array) -> TensorMeta:
 
 
 def zero_tangent(value: Array) -> Any:
-    """The cotangent of an operand that has none, such as integers."""
+    """The cotangent of an operand without gradient, such as integers."""
     return np.zeros(value.shape, jax.dtypes.float0)

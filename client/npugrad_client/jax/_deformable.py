@@ -119,13 +119,13 @@ def attend(value: Array, shapes: Array, starts: Array, location: Array, weight: 
         height, width = shapes[:, 0, None], shapes[:, 1, None]
         inside = is_near & (row >= 0) & (row < height) & (column >= 0) & (column < width)
         key = jnp.clip(starts[:, None] + row * width + column, 0, max(value.shape[1] - 1, 0))
-        key = jnp.where(inside, key, value.shape[1])  # which is no key: 0 is read, and not 0 times a value
+        key = jnp.where(inside, key, value.shape[1])  # no valid key: reads 0 instead of 0 times a value
         total += _gather(value, key, jnp.where(inside, share * weights, 0))
     return total.reshape(bs, nq, value.shape[2] * value.shape[3]).astype(value.dtype)
 
 
 def _gather(value: Array, key: Array, factor: Array) -> Array:
-    """(bs, nq, nh, ch): sum over levels and points of the value at each key, 0 at none, times its factor."""
+    """(bs, nq, nh, ch): sum over levels and points of the value at each key (0 if none) times its factor."""
 
     def head(values: Array, keys: Array, factors: Array) -> Array:  # (nk, ch), (nq, nl, np), (nq, nl, np)
         read = values.at[keys].get(mode="fill", fill_value=0)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _MODES: dict[Any, Any] = {"bilinear": 0, "nearest": 1}
 _PADDINGS: dict[Any, Any] = {"zeros": 0, "border": 1, "reflection": 2}
-_FAR = -100.0  # the position given to a point that has none; no image has pixels around it
+_FAR = -100.0  # the position of points without one; no image has pixels near it
 
 
 def grid_sample(
@@ -79,7 +79,7 @@ def grid_sample(
     """
     require_client("grid_sample", client)
     service = Service(client, policies, timeout_s, deterministic, priority, label, verify)
-    # Numbers are as good as names to the documents, and so they are here.
+    # The documents accept numbers as well as names, and so does this function.
     how = _How(_MODES.get(mode, mode), _PADDINGS.get(padding_mode, padding_mode), bool(align_corners))
     attrs = {**how._asdict(), "output_mask": (True, True)}
     missing, operator = input is None or grid is None, _operator(input)
@@ -91,7 +91,7 @@ def grid_sample(
 
 
 def _operator(input: Array) -> str:
-    """That of volumes for rank 5; else that of images, which says what it expects."""
+    """The operator for volumes if the rank is 5; else that for images, whose error says what it expects."""
     axes = 3 if input is not None and input.ndim == 5 else 2
     return f"grid_sampler_{axes}d_backward"
 
@@ -150,7 +150,7 @@ def sample(
 
 
 def _read(images: Array, at: Sequence[Array]) -> Array:
-    """(N, C, *) pixels at whole positions (N, *) on each axis; 0 outside of the images."""
+    """(N, C, *) pixels at whole positions (N, *) on each axis; 0 outside the images."""
     inside: Array = True
     index = []
     for along, size in zip(at, images.shape[2:], strict=True):
@@ -166,7 +166,7 @@ def _read(images: Array, at: Sequence[Array]) -> Array:
 
 
 def _position(value: Array, size: int, padding_mode: int, align_corners: bool) -> Array:
-    """Positions in pixels after padding; far outside where there is none."""
+    """Positions in pixels after padding; far outside for points without one."""
     position = (value + 1) / 2 * (size - 1) if align_corners else ((value + 1) * size - 1) / 2
     if padding_mode == _PADDINGS["reflection"]:
         position = _reflect(position, size, align_corners)

@@ -78,7 +78,7 @@ def group_norm(
         "gamma": scale,
     }
     service.require(OPERATOR, operands, attrs, beta=bias)
-    if bias is not None:  # the documents do not have it among the operands
+    if bias is not None:  # not among the documented operands
         service.require(OPERATOR, {**operands, "gamma": bias}, attrs, beta=scale)
     result: Array = _group_norm(service, groups, eps, x, scale, bias)
     return result

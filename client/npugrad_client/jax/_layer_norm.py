@@ -71,7 +71,7 @@ def layer_norm(
     count = max(len(shape) - axes, 0) if axes > 0 else len(shape)
     statistics = jax.ShapeDtypeStruct((*shape[:count], *(1,) * (len(shape) - count)), jnp.float32)
     given = {"grad_out": like(shape, x), "input": x, "mean": statistics, "rstd": statistics}
-    missing = (1,) * (axes - len(shape))  # which the document refuses
+    missing = (1,) * (axes - len(shape))  # which the documents refuse
     attrs = {"normalized_shape": missing + shape[count:], "output_mask": (True, True, True)}
     service.require(OPERATOR, {**given, "weight": scale, "bias": bias}, attrs)
     result: Array = _layer_norm(service, count, eps, x, scale, bias)
@@ -101,7 +101,7 @@ def _forward(
 
 def _backward(service: Service, count: int, eps: float, saved: tuple[Array, ...], grad: Array) -> Any:
     x, mean, rstd, scale, bias = saved
-    weight = jnp.ones_like(bias) if scale is None and bias is not None else scale  # for its own type
+    weight = jnp.ones_like(bias) if scale is None and bias is not None else scale  # with the type of bias
     operands = {"grad_out": grad, "input": x, "mean": mean, "rstd": rstd, "weight": weight, "bias": bias}
     results = {"grad_input": x, "grad_weight": scale, "grad_bias": bias}
     attrs, local = {"normalized_shape": x.shape[count:]}, partial(_apply, service, count, eps)

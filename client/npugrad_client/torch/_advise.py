@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from npugrad_client._backward_call import BackwardCall
 
 _ENTRIES = ("backward", "grad")
-"""Functions of `torch.autograd` by which every backward pass begins, `Tensor.backward` included."""
+"""Functions of `torch.autograd` with which every backward pass begins, that of `Tensor.backward` included."""
 
 
 class ScriptError(Exception):
@@ -34,7 +34,7 @@ class ScriptError(Exception):
 
 
 class _Enough(BaseException):
-    """Ends a script when enough was seen of it; nothing that a script catches by its class."""
+    """Ends a script after enough passes; of a class that scripts do not catch."""
 
 
 def advise(client: Client, script: Path, arguments: Sequence[str], steps: int) -> Advice:
@@ -66,7 +66,7 @@ def advise(client: Client, script: Path, arguments: Sequence[str], steps: int) -
 
 
 def _sender(client: Client) -> Callable[[BackwardCall], str]:
-    """A function that sends a call, and says why it cannot be sent."""
+    """Makes a function that sends a call, and returns why it cannot be sent."""
     engine = PolicyEngine(client, Options(), Policies(on_refused="raise"))
 
     def send(request: BackwardCall) -> str:
@@ -102,7 +102,7 @@ def _run(script: Path, arguments: Sequence[str]) -> None:
 
 
 def _print_traceback(error: Exception, script: Path) -> None:
-    """Prints what Python prints of an error, without the frames of who ran the script."""
+    """Prints an error as Python does, without the frames that ran the script."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename != str(script):
         trace = trace.tb_next
@@ -111,13 +111,13 @@ def _print_traceback(error: Exception, script: Path) -> None:
 
 @contextmanager
 def _watched(profile: CallProfile, steps: int) -> Iterator[None]:
-    """Has every backward pass of the process begin in a way that a profile sees."""
+    """Lets a profile see every backward pass of the process."""
     originals = {name: getattr(torch.autograd, name) for name in _ENTRIES}
     process = os.getpid()
 
     def watching(original: Callable[..., Any]) -> Callable[..., Any]:
         def watched(*args: Any, **kwargs: Any) -> Any:
-            if os.getpid() != process:  # a fork of it, which nobody asks, and which is not to be ended
+            if os.getpid() != process:  # a fork is neither measured nor ended
                 return original(*args, **kwargs)
             with profile.backward() as is_watched:
                 if not is_watched:

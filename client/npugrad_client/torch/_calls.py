@@ -29,7 +29,7 @@ def require_tensors(operator: str, operands: Mapping[str, Tensor | None]) -> Non
 
 
 def cast_given(operands: tuple[Tensor, ...], dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """The operands in another type; None stays, which `metas` and the validator then call null."""
+    """The operands in another type; None stays None, which `metas` and the validator report as null."""
     given: tuple[Tensor | None, ...] = operands
     return tuple(cast("Tensor", None if tensor is None else tensor.to(dtype)) for tensor in given)
 

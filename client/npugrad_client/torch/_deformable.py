@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _NAMES: tuple[str, ...] = ("value", "spatial_shape", "level_start_index", "location", "attn_weight")
 _FLOATS = ("value", "location", "attn_weight")
 _BLOCK_BYTES = 32 * 2**20
-"""Samples of one block of queries, in the type of the computation."""
+"""Size of the samples of one block of queries, in the type of the computation."""
 _OUTSIDE = 4.0
 """A coordinate of `grid_sample` so far out that no corner of any level is near."""
 
@@ -116,35 +116,35 @@ def multi_scale_deformable_attention(
 
 
 class Decides(Protocol):
-    """What decides where a gradient is computed, such as a `PolicyEngine`."""
+    """Decides where a gradient is computed, such as a `PolicyEngine`."""
 
     @property
     def on_refused(self) -> str:
-        """What becomes of what the documents do not allow."""
+        """What to do with calls that the documents do not allow."""
         ...
 
     def run(self, request: AutogradCall, local: Callable[[], Any]) -> Any:
-        """The results of `local`, or the service's."""
+        """Returns the results of `local` or of the service."""
         ...
 
 
 def differentiable(engine: Decides, *operands: Tensor) -> Tensor:
-    """The attention, (bs, nq, nh*ch) in the type of value; its gradient is where the engine wants it.
+    """The attention, (bs, nq, nh*ch) in the type of value; the engine decides where its gradient is computed.
 
     Args:
         engine: Decides, and counts.
-        operands: The five of the function above; errors as there.
+        operands: The five operands of the function above; errors as there.
     """
     result: Tensor = _Attention.apply(engine, *operands)  # type: ignore[no-untyped-call]
     return result
 
 
 def differentiate(engine: Decides, *operands: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of value, location and attn_weight, in their types, from where the engine wants them.
+    """Gradients of value, location and attn_weight, in their types; the engine decides where they run.
 
     Args:
         engine: Decides, and counts.
-        operands: The six of the documents, in their order.
+        operands: The six documented operands, in their order.
     """
     grads: tuple[Tensor, Tensor, Tensor] = _Gradients.apply(  # type: ignore[no-untyped-call]
         engine, *operands
@@ -153,7 +153,7 @@ def differentiate(engine: Decides, *operands: Tensor) -> tuple[Tensor, Tensor, T
 
 
 def request_of(*operands: Tensor) -> AutogradCall:
-    """The call of six operands in the words of the service."""
+    """The call of six operands in the service's terms."""
     given = dict(zip((*_NAMES, "grad_output"), operands, strict=True))
     results = {f"grad_{name}": given[name].dtype for name in _FLOATS}
     return AutogradCall(OPERATOR, given, {}, results, takes_subclasses=True)
@@ -209,7 +209,7 @@ class _Gradients(Function):
 def forward(
     value: Tensor, spatial_shape: Tensor, level_start_index: Tensor, location: Tensor, attn_weight: Tensor
 ) -> Tensor:
-    """The attention itself, (bs, nq, nh*ch) in the type of value, of all sizes that fit together."""
+    """The attention itself, (bs, nq, nh*ch) in the type of value, for all consistent sizes."""
     levels = levels_of(spatial_shape, level_start_index, value.shape[1])
     bs, nq, nh, _, points, _ = location.shape
     ch, dtype = value.shape[3], wide(value, location, attn_weight)
@@ -236,13 +236,13 @@ def _attend(maps: Sequence[Tensor], location: Tensor, weight: Tensor) -> Tensor:
     Args:
         maps: The levels, each (nh, ch, height, width).
         location: (nq, nh, nl, np, 2), in the type of maps.
-        weight: (nq, nh, nl, np), as well.
+        weight: (nq, nh, nl, np), in the type of maps.
     """
     samples, weights = [], []
     for number, level in enumerate(maps):
         points = location[:, :, number].transpose(0, 1)  # (nh, nq, np, 2)
         near = is_near(points, *level.shape[2:])
-        # What is outside contributes nothing, however far: not even NaN, as 0 times an infinite weight would.
+        # Points outside contribute nothing, not even NaN, as 0 times an infinite weight would.
         weights.append(weight[:, :, number].transpose(0, 1).where(near, 0))
         grid = (2 * points - 1).where(near.unsqueeze(-1), _OUTSIDE)
         nothing = level.new_zeros((*level.shape[:2], *grid.shape[1:3]))

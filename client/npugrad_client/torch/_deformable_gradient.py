@@ -1,8 +1,8 @@
 """Multi-scale deformable attention as a formula of elementary operators, and its gradient from that.
 
-For what is not sent: any sizes that fit together, any floating types, differentiable again. Coordinates are
-those of the compiled operators, location * size - 0.5. Computed is in float32, or in float64 where an operand
-has that.
+For calls that are not sent: any consistent sizes, any floating-point types, differentiable again. Coordinates
+are those of the compiled operators, location * size - 0.5. Computes in float32, or in float64 if an operand
+is float64.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     Level = tuple[int, int, int]
 
 _BLOCK_BYTES = 32 * 2**20
-"""What one corner of one level reads for a block of queries; some five such live at a time for each level."""
+"""Size of what one corner of one level reads for a block of queries; about five exist at once per level."""
 
 
 def levels_of(spatial_shape: Tensor, level_start_index: Tensor, keys: int) -> list[Level]:
-    """First key, height and width of each level, all inside of value.
+    """First key, height and width of each level, all inside value.
 
     Raises:
         UnsafeLevels: One is not.
@@ -52,7 +52,7 @@ def wide(*tensors: Tensor) -> torch.dtype:
 
 
 def is_near(location: Tensor, height: int, width: int) -> Tensor:
-    """Whether points (*, 2), (x, y), are near enough to a level to read something of it; NaN is not.
+    """Whether points (*, 2), (x, y), are near enough to a level to read anything from it; NaN is not.
 
     The test is that of the CUDA kernels of Deformable-DETR (ms_deform_im2col_cuda.cuh) and mmcv.
     """
@@ -66,7 +66,7 @@ def attend(
 ) -> Tensor:
     """The attention, (bs, nq, nh*ch) in the type of value, differentiable any number of times.
 
-    It needs memory for all that is read, some ten times (bs, nq, nh, nl, np, ch).
+    It needs memory for everything it reads, about ten times (bs, nq, nh, nl, np, ch).
     """
     levels = levels_of(spatial_shape, level_start_index, value.shape[1])
     dtype = wide(value, location, attn_weight)
@@ -107,7 +107,7 @@ def gradients(
 
 
 def gradients_of_gradients(*operands: Tensor, second: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Gradients of value, location, attn_weight and grad_output, by those of `gradients`' results."""
+    """Gradients of value, location, attn_weight and grad_output, from those of the results of `gradients`."""
     with torch.enable_grad():
         value, shapes, starts, location, weight, upstream = (
             _leaf(t.detach()) if t.is_floating_point() else t for t in operands
@@ -122,7 +122,7 @@ def _leaf(tensor: Tensor) -> Tensor:
 
 
 def _padded(value: Tensor) -> Tensor:
-    """(bs, nk + 1, nh, ch): with a last key of zeros, for corners outside of a level."""
+    """(bs, nk + 1, nh, ch): with a last key of zeros, for corners outside a level."""
     return torch.cat((value, value.new_zeros((value.shape[0], 1, *value.shape[2:]))), 1)
 
 
@@ -141,7 +141,7 @@ def _attend(keys: Tensor, location: Tensor, weight: Tensor, levels: Sequence[Lev
     for number, (start, height, width) in enumerate(levels):
         points = location[:, :, number]
         near = is_near(points, height, width)
-        # Neither a point that is nowhere nor its weight may reach a product: 0 times NaN is NaN.
+        # Neither a point outside nor its weight may enter a product: 0 times NaN is NaN.
         weights = weight[:, :, number].where(near, 0)
         at = (points * points.new_tensor((width, height)) - 0.5).where(near.unsqueeze(-1), 0)
         first = at.detach().floor()

@@ -83,7 +83,7 @@ class DropIn:
             _active.pop()
             for name, module in self._replaced.items():
                 if sys.modules.get(name) is not _STAND_INS[name]:
-                    continue  # another library's by now, which this would undo
+                    continue  # another library replaced it, which this would undo
                 if module is None:
                     del sys.modules[name]
                 else:
@@ -165,7 +165,7 @@ def drop_in(
 
 
 class _StandIn(ModuleType):
-    """A module in the place of another one; what it lacks comes from that, also to who kept it for longer."""
+    """A module in place of another, which provides what it lacks, also to code that keeps it for longer."""
 
     original: ModuleType | None = None
 
@@ -214,7 +214,7 @@ def _backward_returned(*operands: Any) -> list[Tensor]:
 
 
 def _backward_filled(*operands: Any, im2col_step: int | None = None) -> None:
-    """mmcv's: six tensors in, and three that are filled; im2col_step comes last where it has no name."""
+    """mmcv's: six tensors in, three more to fill; im2col_step comes last if it is positional."""
     tensors, filled = operands[:6], operands[6:9]
     for target, grad in zip(filled, differentiate(_last()._engine, *tensors), strict=True):
         target.copy_(grad)
@@ -224,4 +224,4 @@ _STAND_INS = {
     DEFORMABLE_DETR: _StandIn(DEFORMABLE_DETR, _backward_returned),
     MMCV: _StandIn(MMCV, _backward_filled),
 }
-"""One of each for the whole process, as models keep the module that they imported."""
+"""One of each for the whole process, because models keep the module that they imported."""

@@ -47,7 +47,7 @@ _NAMES = ("query", "key1", "value1", "key2", "value2", "atten_mask")
 _SAVED = ("softmax_max", "softmax_sum", "attention_in", "dy")
 _RESULTS = ("dq", "dk1", "dv1", "dk2", "dv2")
 _BLOCK_BYTES = 32 * 2**20
-"""Scores of one block, in the type of the computation; some three such blocks live at a time."""
+"""Size of the scores of one block, in the type of the computation; about three blocks exist at once."""
 
 
 def fused_floyd_attention(
@@ -139,7 +139,7 @@ class _Attention(Function):
         _require(ctx.engine.on_refused, ctx.scale, *operands, mask=mask)
         query, key1, value1, key2, value2 = operands
         result = forward(query, key1, value1, key2, value2, mask=mask, scale=ctx.scale)
-        # Repeated without memory of their own: on the wire too each value travels once.
+        # Repeated without extra memory: each value is also sent only once.
         rows = (each.unsqueeze(-1).expand(*each.shape, LANES) for each in (result.largest, result.total))
         ctx.save_for_backward(*operands, mask, *rows, result.attention)
         return result.attention
@@ -191,7 +191,7 @@ class Forward:
     Attributes:
         attention: (B, H, N, M, D), dtype of query.
         largest: (B, H, N, M), in the type of the computation. Largest score of each row.
-        total: (B, H, N, M), as well. Sum of exp(score - largest) of each row.
+        total: (B, H, N, M), in the same type. Sum of exp(score - largest) of each row.
     """
 
     attention: Tensor
@@ -210,7 +210,7 @@ def forward(
     scale: float,
     block_bytes: int = _BLOCK_BYTES,
 ) -> Forward:
-    """The attention itself, of any sizes and types; operands as above."""
+    """The attention itself, for any sizes and types; operands as above."""
     (b, h, n, m, _), dtype = query.shape, wide(query, key1, value1, key2, value2)
     row_bytes = dtype.itemsize * key1.shape[3]
     with torch.no_grad(), torch.autocast("cpu", enabled=False):

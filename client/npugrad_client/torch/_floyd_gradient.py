@@ -1,7 +1,7 @@
 """Floyd attention as a formula of elementary operators, and its gradient from that.
 
-For what is not sent: any sizes that fit together, any floating types, differentiable again. Computed is in
-float32, or in float64 where an operand has that.
+For calls that are not sent: any consistent sizes, any floating-point types, differentiable again. Computes in
+float32, or in float64 if an operand is float64.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 MASKED = torch.finfo(torch.float32).min
 _BLOCK_BYTES = 32 * 2**20
-"""Scores of one block, in the type of the computation; some six such blocks live at a time."""
+"""Size of the scores of one block, in the type of the computation; about six blocks exist at once."""
 
 
 def wide(*tensors: Tensor) -> torch.dtype:
@@ -38,7 +38,7 @@ def blocks(n: int, m: int, row_bytes: int, block_bytes: int) -> Iterator[tuple[s
 def attend(*operands: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """The attention, (B, H, N, M, D) in the type of query, differentiable any number of times.
 
-    It needs memory for all scores, some six times (B, H, N, M, K).
+    It needs memory for all scores, about six times (B, H, N, M, K).
     """
     dtype = wide(*operands)
     with torch.autocast("cpu", enabled=False):
@@ -89,7 +89,7 @@ def gradients(*operands: Tensor, mask: Tensor | None, scale: float, upstream: Te
 def gradients_of_gradients(
     *operands: Tensor, mask: Tensor | None, scale: float, upstream: Tensor, second: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
-    """Gradients of the five operands and of upstream, by those of the results of `gradients`."""
+    """Gradients of the five operands and of upstream, from those of the results of `gradients`."""
     with torch.enable_grad():
         leaves = [tensor.detach().requires_grad_() for tensor in (*operands, upstream)]
         out = attend(*leaves[:5], mask=mask, scale=scale)
@@ -98,7 +98,7 @@ def gradients_of_gradients(
 
 
 def _gone(mask: Tensor | None, batch: int) -> Tensor | None:
-    """(N, 1, K): which keys are taken out."""
+    """(N, 1, K): which keys are excluded."""
     return None if mask is None else mask[batch, 0].bool()
 
 

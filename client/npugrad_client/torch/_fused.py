@@ -1,7 +1,7 @@
 """Deformable attention built from `grid_sample`, run as one operator with one gradient call.
 
-The forward pass is ours and runs here. In the backward pass the innermost `remote` of that time decides where
-the gradient is computed, as it does of every operator; without one it is here.
+The forward pass is ours and runs locally. In the backward pass, the innermost `remote` at that time decides
+where the gradient is computed, as for every operator; without one, it is computed locally.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 R = TypeVar("R")
 DECIDING = Deciding()
-"""Of all that `remote` sees."""
+"""The state shared by everything that `remote` sees."""
 
 
 class Fuser:
-    """Computes recognised functions by the operator wherever an engine would send its gradient.
+    """Computes recognised functions by the operator if an engine would send its gradient.
 
     Thread safety: any number of threads may use one.
     """
@@ -41,7 +41,7 @@ class Fuser:
         self.is_on = is_on
 
     def attend(self, function: Recognised, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
-        """The function's result, or None where it must run as it is."""
+        """Returns the function's result, or None if it must run unchanged."""
         if not self.is_on or not torch.is_grad_enabled() or has_saved_tensors_hooks():
             return None
         given = function.operands(args, kwargs)
@@ -58,7 +58,7 @@ class Fuser:
         return _deformable.differentiable(_INNERMOST, *operands)
 
     def _is_sent(self, operands: tuple[Tensor, ...]) -> bool:
-        """Whether the gradient would be sent; if not, the function's calls of `grid_sample` may well be."""
+        """Whether the gradient would be sent; if not, the function's calls of `grid_sample` still may be."""
         value, location = operands[0], operands[3]
         output = (*location.shape[:2], value.shape[2] * value.shape[3])
         grad_output = value.detach().new_empty(()).expand(output)
@@ -66,52 +66,52 @@ class Fuser:
 
 
 _ROUNDING = 1e-4
-"""Relative norm of a difference of two forward passes in float32."""
+"""Allowed relative norm of the difference of two forward passes in float32."""
 
 
 def _agrees(given: AttentionOperands, operands: tuple[Tensor, ...]) -> bool | None:
-    """Whether a function computes what its name says, in float32; None if this call does not tell."""
+    """Whether a function computes what its name says, in float32; None if this call cannot show it."""
     value, shapes, starts, location, weight = (tensor.detach() for tensor in operands)
     floats = (value.float(), location.float(), weight.float())
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
         try:
             theirs = given.rerun(*floats)
         except Exception:
-            return None  # the function itself says what is wrong
+            return None  # the function itself reports what is wrong
         ours = _deformable.forward(floats[0], shapes, starts, *floats[1:])
         scale = theirs.norm()
         if not (scale.isfinite() and scale):
-            return None  # NaN at a point outside is left out of ours
+            return None  # ours ignores NaN at a point outside
         return ours.shape == theirs.shape and bool((ours - theirs).norm() <= _ROUNDING * scale)
 
 
 def _is_plain(given: AttentionOperands) -> bool:
-    """Whether there will be a backward pass, and an ordinary one."""
+    """Whether there will be an ordinary backward pass."""
     tensors = (given.value, given.location, given.attn_weight)
     return any(t.requires_grad for t in tensors) and peek_interpreter_stack() is None
 
 
 def _operands(given: AttentionOperands) -> tuple[Tensor, ...] | None:
-    """Operands of the forward pass in the type that the function computes in; None if they do not fit."""
+    """Operands of the forward pass in the function's compute type; None if they are inconsistent."""
     value, location, weight = given.value, given.location, given.attn_weight
     if torch.is_autocast_enabled("cpu"):  # under which `grid_sample` computes in float32
         value, location, weight = value.float(), location.float(), weight.float()
     sizes = [height * width for height, width in given.spatial_shapes]
     fits = value.dim() == 4 and location.dim() == 6 and sum(sizes) == value.shape[1]
     if not fits or not value.dtype == location.dtype == weight.dtype:
-        return None  # the function itself says so, or makes of it what it does
+        return None  # the function itself reports or handles it
     starts = [sum(sizes[:number]) for number in range(len(sizes))]
     return value, torch.tensor(given.spatial_shapes), torch.tensor(starts), location, weight
 
 
 def attend(function: Recognised, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
-    """What the innermost `remote` makes of a call; None where the function must run as it is."""
+    """Returns the result of a call by the innermost `remote`; None if the function must run unchanged."""
     fuser = _innermost()
     return None if fuser is None else fuser.attend(function, args, kwargs)
 
 
 def _innermost() -> Fuser | None:
-    """That of the innermost `remote`, also in threads that autograd has given its modes to."""
+    """The fuser of the innermost `remote`, also in threads to which autograd passed its modes."""
     if DECIDING.is_local:
         return None
     for mode in reversed(_get_current_dispatch_mode_stack()):
@@ -122,16 +122,16 @@ def _innermost() -> Fuser | None:
 
 
 def has_saved_tensors_hooks() -> bool:
-    """Whether there are hooks of saved tensors, as in a checkpoint that is not reentrant.
+    """Whether there are saved-tensor hooks, as in a non-reentrant checkpoint.
 
-    Its forward pass and the repetition of it must save as many tensors, and only one of them may be inside of
-    a `remote`.
+    Its forward pass and the recomputation must save the same number of tensors, and perhaps only one of them
+    is inside a `remote`.
     """
     return _autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 class _Innermost:
-    """The engine of whatever `remote` is the innermost when the gradient is wanted."""
+    """The engine of the `remote` that is innermost when the gradient is computed."""
 
     on_refused = "local"
 

@@ -1,7 +1,7 @@
 """Functions of other libraries that `remote` recognises as deformable attention and replaces.
 
 A function is recognised by its module and qualified name, wherever it is imported, and by the names of its
-parameters. A function that another library has put in its place is never touched.
+parameters. A function with which another library has replaced it is never touched.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     Attend = Callable[["Recognised", tuple[Any, ...], Mapping[str, Any]], Tensor | None]
-    """Computes a call of a function, or returns None where the function must."""
+    """Computes a call of a function, or returns None if the function itself must."""
 
 _FUNCTION = ("value", "value_spatial_shapes", "sampling_locations", "attention_weights")
 _METHOD = (
@@ -34,11 +34,11 @@ _METHOD = (
 
 @dataclass(frozen=True)
 class _Known:
-    """What a function must be called, and what it must take.
+    """Required name and parameters of a function.
 
     Attributes:
         module: Name of its module, with ``*`` for any part of it.
-        qualname: Name inside of the module, such as ``"Attention.forward"``.
+        qualname: Name inside the module, such as ``"Attention.forward"``.
         parameters: Names of all its parameters, in order.
         roles: Which of them are value, spatial shapes, locations and weights.
     """
@@ -120,12 +120,12 @@ def register_deformable_attention(
 
 @dataclass(frozen=True)
 class AttentionOperands:
-    """One call's arguments by what they are.
+    """One call's arguments by role. The shapes are those of a valid call, and not checked.
 
     Attributes:
-        value: (bs, nk, nh, ch), if the call is a right one, which nobody has looked at.
-        location: (bs, nq, nh, nl, np, 2), so too.
-        attn_weight: (bs, nq, nh, nl, np), so too.
+        value: (bs, nk, nh, ch).
+        location: (bs, nq, nh, nl, np, 2).
+        attn_weight: (bs, nq, nh, nl, np).
         spatial_shapes: Height and width of each level.
         rerun: Calls the function itself with other value, location and attn_weight.
     """
@@ -138,11 +138,11 @@ class AttentionOperands:
 
 
 class Recognised:
-    """A function that was found and is known.
+    """A known function that was found.
 
     Attributes:
         name: Module and qualified name.
-        agrees: Whether it was seen to compute what its name says; None if it was not called yet.
+        agrees: Whether a call showed that it computes what its name says; None if none has shown it yet.
     """
 
     def __init__(self, original: FunctionType, known: _Known) -> None:
@@ -153,7 +153,7 @@ class Recognised:
         self._roles = known.roles
 
     def operands(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AttentionOperands | None:
-        """The arguments of a call by what they are; None where they are something else."""
+        """The arguments of a call by role; None if they are something else."""
         try:
             bound = self._signature.bind(*args, **kwargs)
             value, shapes, location, weight = (bound.arguments[role] for role in self._roles)
@@ -161,7 +161,7 @@ class Recognised:
                 return None
             pairs = [(int(height), int(width)) for height, width in shapes]
         except (KeyError, TypeError, ValueError):
-            return None  # the function itself says what is wrong
+            return None  # the function itself reports what is wrong
 
         def rerun(*floats: Tensor) -> Any:
             value_role, _, *others = self._roles
@@ -175,20 +175,20 @@ class Recognised:
 
 _lock = threading.Lock()
 _depth = 0
-"""How often `remote` is entered now, in all threads."""
+"""Number of times that `remote` is entered now, over all threads."""
 _replaced: list[tuple[Any, str, FunctionType]] = []
-"""Where a wrapper is, under which name, and what was there."""
+"""Where a wrapper is, under which name, and what it replaced."""
 _wrappers: dict[FunctionType, FunctionType] = {}
-"""By original, for ever: who else patches may keep one for longer than `remote` is entered."""
+"""By original, kept forever: other patchers may keep a wrapper for longer than `remote` is entered."""
 
 
 def replace(attend: Attend, tell: Callable[[str, str], None]) -> None:
     """Replaces all known functions, until `restore`.
 
     Args:
-        attend: Computes a call of a known function, or returns None where the function itself must; the same
-            for ever.
-        tell: Is told, by kind and in words, of what has a known function's place and is not it.
+        attend: Computes a call of a known function, or returns None if the function itself must; always the
+            same one.
+        tell: Called with kind and text of a warning about an object in a known function's place.
     """
     global _depth
     with _lock:
@@ -203,7 +203,7 @@ def replace(attend: Attend, tell: Callable[[str, str], None]) -> None:
 
 
 def restore() -> None:
-    """Undoes one `replace`; what was there before comes back with the last one."""
+    """Undoes one `replace`; the last one restores the originals."""
     global _depth
     with _lock:
         _depth -= 1
@@ -222,7 +222,7 @@ class _Place:
         name: Its name there.
         original: The function, unwrapped if it is wrapped by us.
         what: Module and qualified name of the place.
-        recognised: The function, or why it is not known.
+        recognised: The function, or why it is not recognised.
     """
 
     holder: Any
@@ -233,14 +233,14 @@ class _Place:
 
 
 def _find() -> Iterator[_Place]:
-    """Every place where a known function is, and those at its home where something else is."""
+    """Yields every place with a known function, and those in its own module with something else."""
     ours = {wrapper: original for original, wrapper in _wrappers.items()}
     paths = [(qualname, qualname.split(".")) for qualname in {known.qualname for known in _known}]
     imported: list[tuple[str, object]] = list(sys.modules.items())
     for module_name, module in imported:
         names = vars(module) if isinstance(module, ModuleType) else {}
         for qualname, path in paths:
-            if path[0] not in names:  # thousands of modules are looked at whenever a `remote` is entered
+            if path[0] not in names:  # thousands of modules are visited whenever a `remote` is entered
                 continue
             holder, found = _walk(module, path)
             original = ours.get(found, found) if isinstance(found, FunctionType) else found
@@ -250,7 +250,7 @@ def _find() -> Iterator[_Place]:
 
 
 def _walk(module: object, path: Sequence[str]) -> tuple[Any, Any]:
-    """What has the last name of a path, and what it is there; None where the path leads nowhere."""
+    """The object that has the last name of a path, and its value there; None if the path leads nowhere."""
     holder, found = None, module
     for name in path:
         holder, found = found, vars(found).get(name) if isinstance(found, (ModuleType, type)) else None
@@ -258,7 +258,7 @@ def _walk(module: object, path: Sequence[str]) -> tuple[Any, Any]:
 
 
 def _recognise(found: Any) -> Recognised | str:
-    """What a thing is, or why it is left alone."""
+    """Recognises an object; else returns why it is left alone."""
     if isinstance(found, FunctionType) and not hasattr(found, "__wrapped__"):
         for known in _known:
             if known.is_named(found.__module__, found.__qualname__):
@@ -270,7 +270,7 @@ def _recognise(found: Any) -> Recognised | str:
 
 
 def _replace(place: _Place, attend: Attend) -> None:
-    """Puts the wrapper of a function into a place, unless it is there."""
+    """Puts the wrapper of a function into a place, unless it is already there."""
     if isinstance(place.recognised, str):
         return
     wrapper = _wrappers.get(place.original)
@@ -285,7 +285,7 @@ def _replace(place: _Place, attend: Attend) -> None:
 def _wrap(original: FunctionType, recognised: Recognised, attend: Attend) -> FunctionType:
     @functools.wraps(original)
     def attended(*args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling():  # what is compiled or exported is the function itself
+        if not torch.compiler.is_compiling():  # compile or export the function itself
             result = attend(recognised, args, kwargs)
             if result is not None:
                 return result

@@ -48,8 +48,8 @@ class Remote(ContextDecorator):
         self._fuser = Fuser(self._engine, is_on=fused)
         self._entered = _Entered()
         self.seen: dict[Any, str] | None = {}
-        """Nodes of autograd that ran inside, one for each elementary operator, as asking for a node takes
-        microseconds; None once one of them is known, as nobody asks then."""
+        """Autograd nodes that ran inside, one for each elementary operator, because asking for a node takes
+        microseconds; None once an operator was handled, because the nodes are not needed then."""
 
     def __enter__(self) -> Remote:
         """Starts intercepting the backward operators of this thread."""
@@ -96,7 +96,7 @@ class Remote(ContextDecorator):
             return func(*args, **kwargs)
 
         def local() -> Any:
-            with DECIDING:  # an outer `remote` must not send or tell of what this one keeps
+            with DECIDING:  # an outer `remote` must not send or report what this one runs here
                 return func(*args, **kwargs)
 
         translate = TRANSLATIONS.get(func)
@@ -107,11 +107,11 @@ class Remote(ContextDecorator):
         return local() if request.is_abstract else self._engine.run(request, local)
 
     def _notice_taken_apart(self, func: Any) -> None:
-        """Counts a node that autograd computes with elementary operators, which are not the service's."""
+        """Counts a node that autograd decomposes into elementary operators, which the service lacks."""
         node = _current_node()
         operator = TAKEN_APART.get(node.name())
         why = TAKEN_APART_BY[func] if not torch.is_grad_enabled() else _CREATE_GRAPH
-        if operator is None or not why or has_saved_tensors_hooks():  # a checkpoint computes forward
+        if operator is None or not why or has_saved_tensors_hooks():  # a checkpoint recomputes forward
             return
         evaluation = (torch._C._current_graph_task_id(), node._sequence_nr())
         if evaluation == self._entered.last_taken_apart:
@@ -204,7 +204,7 @@ def remote(
 
 
 class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """One entry of one thread; it has no state of its own, so autograd may carry it to its threads."""
+    """One entry by one thread; it is stateless, so autograd may pass it to its threads."""
 
     def __init__(self, owner: Remote) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -214,7 +214,7 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        # Most operators are none of ours: what is asked here is asked for every one of them.
+        # This runs for every operator, and most of them are not ours.
         if func in TRANSLATIONS or (func in TAKEN_APART_BY and _is_taking_apart()):
             self._owner.seen = None
             return self._owner._run(func, args, kwargs or {})
@@ -225,7 +225,7 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Entered(threading.local):
-    """The entries of a thread, and the last node that was seen taken apart in it."""
+    """The entries of a thread, and the last decomposed node seen in it."""
 
     def __init__(self) -> None:
         self.modes: list[_Mode] = []
@@ -236,6 +236,6 @@ _current_node: Any = torch._C._current_autograd_node
 
 
 def _is_taking_apart() -> bool:
-    """Whether autograd is inside a node that it may take apart; outside of a backward pass there is none."""
+    """Whether autograd is inside a node that it may decompose; outside a backward pass there is none."""
     node = _current_node()
     return node is not None and node.name() in TAKEN_APART

@@ -1,4 +1,4 @@
-"""From what autograd calls to what the service offers: names, types and masks of each operator."""
+"""Translates autograd's operators to those of the service: names, types and masks."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _CASTABLE = {torch.float32, torch.float16, torch.bfloat16}
 
 @dataclass(frozen=True)
 class AutogradCall:
-    """One backward call of autograd in the words of the service.
+    """One backward call of autograd in the service's terms.
 
     Attributes:
         operator: Name of the operator.
-        inputs: Operands by name, in the types that autograd has them in.
+        inputs: Operands by name, in autograd's types.
         attrs: Attributes by name.
         results: Names of the results in autograd's order, each with the type that autograd wants.
         may_mix: Whether the documents allow the operands to have several types.
-        takes_subclasses: Whether subclasses of tensors are sent: where the caller asked for this very
-            operator, and not in place of PyTorch's own, which a subclass may have another idea of.
+        takes_subclasses: Whether subclasses of tensors are sent: only if the caller asked for this very
+            operator, not in place of PyTorch's own, which a subclass may override.
     """
 
     operator: str
@@ -45,14 +45,14 @@ class AutogradCall:
 
     @property
     def is_abstract(self) -> bool:
-        """Whether there is nothing to compute: for tensors on "meta", and where a program is traced."""
+        """Whether there is nothing to compute: for tensors on "meta", and while a program is traced."""
         return self.odd is not None and any(
             isinstance(tensor, FakeTensor) or tensor.device.type == "meta" for tensor in self._given
         )
 
     @property
     def odd(self) -> str | None:
-        """Which operand is no dense CPU tensor, or of a subclass, which may have ideas of its own."""
+        """Which operand is not a dense CPU tensor, or is of a subclass, which may behave differently."""
         for name, tensor in self.inputs.items():
             if tensor is None:
                 continue
@@ -64,7 +64,7 @@ class AutogradCall:
 
     @property
     def is_mixed(self) -> bool:
-        """Whether the operands have several types, all of which the service knows, and may not."""
+        """Whether the operands mix types that the service supports but that must not be mixed."""
         found = {tensor.dtype for tensor in self._given if tensor.is_floating_point()}
         return len(found) > 1 and found <= _CASTABLE and not self.may_mix
 
@@ -110,7 +110,7 @@ _LIKE = {
     "dk2": "key2",
     "dv2": "value2",
 }
-"""The operand that a result has the shape and the type of."""
+"""The operand whose shape and type a result has."""
 
 
 def _grid_sampler(
@@ -168,7 +168,7 @@ def _layer_norm(
     output_mask: list[bool],
 ) -> AutogradCall:
     scale = {"grad_weight": weight, "grad_bias": bias}
-    if weight is None and bias is not None:  # for a gradient of bias in its own type
+    if weight is None and bias is not None:  # so that the gradient of bias has its type
         weight = torch.ones_like(bias)
     return AutogradCall(
         "layer_norm_backward",
@@ -185,11 +185,11 @@ TRANSLATIONS: dict[Any, Callable[..., AutogradCall]] = {
     torch.ops.aten.native_group_norm_backward.default: _group_norm,
     torch.ops.aten.native_layer_norm_backward.default: _layer_norm,
 }
-"""What is looked at, by autograd's operator; everything else passes through."""
+"""Translations by autograd's operator; all other operators pass through."""
 TAKEN_APART = {"NativeGroupNormBackward0": "group_norm_backward"}
-"""Nodes that compute with elementary operators when a gradient shall have a gradient of its own."""
+"""Nodes that compute with elementary operators if a second derivative is wanted."""
 TAKEN_APART_BY = {
     torch.ops.aten.mul.Tensor: "",
     torch.ops.aten.reciprocal_.default: "a gradient of mean or rstd takes it apart",
 }
-"""Operators that are then seen inside such a node, and why if it is not for a gradient of the gradient."""
+"""Operators then seen inside such a node, and the reason if it is not a second derivative."""
