@@ -33,7 +33,7 @@ def device_error(operator: str, error: AclError, meta: CallMeta | None = None) -
     if meta is not None and _disagrees(error):
         message = (
             f"{operator}: {error.head}, although the call meets every documented constraint: the device "
-            f"disagrees with npugrad's record of the operator, which is a bug of npugrad{_words(error)}; "
+            f"disagrees with npugrad's record of the operator, which is a bug in npugrad{_words(error)}; "
             f"the call was {_described(meta)}"
         )
     if action is Action.OUT_OF_MEMORY:
