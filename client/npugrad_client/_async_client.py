@@ -119,7 +119,8 @@ class AsyncClient(AsyncOperators):
 
     def __repr__(self) -> str:
         """Such as ``AsyncClient('localhost:50051')``."""
-        return f"AsyncClient({some([*map(repr, self.target.split(', '))], 3, '.target')})"
+        targets = self.target.split(", ")
+        return f"AsyncClient({some([repr(', '.join(targets[:3])), *targets[3:]], 1, '.target')})"
 
     async def close(self) -> None:
         """Closes the connection and cancels calls in flight.

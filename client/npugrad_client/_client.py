@@ -143,7 +143,8 @@ class Client(Operators):
 
     def __repr__(self) -> str:
         """Such as ``Client('localhost:50051')``."""
-        return f"Client({some([*map(repr, self.target.split(', '))], 3, '.target')})"
+        targets = self.target.split(", ")
+        return f"Client({some([repr(', '.join(targets[:3])), *targets[3:]], 1, '.target')})"
 
     def close(self) -> None:
         """Closes the connection and cancels calls in flight.

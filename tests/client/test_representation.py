@@ -85,7 +85,7 @@ def test_clients_name_some_of_many_servers() -> None:
     for kind in (Client, AsyncClient):
         assert repr(kind("localhost:50051")) == f"{kind.__name__}('localhost:50051')"
         many = repr(kind([f"host{number}:50051" for number in range(20)]))
-        assert many == f"{kind.__name__}('host0:50051', 'host1:50051', 'host2:50051' and 17 more in .target)"
+        assert many == f"{kind.__name__}('host0:50051, host1:50051, host2:50051' and 17 more in .target)"
 
 
 def test_a_server_fits_three_lines(server: ServerProcess) -> None:
