@@ -60,7 +60,7 @@ def main() -> int:
         with Client(options.target, tls=tls) as client:
             call(client)
     except TransportError as error:
-        print(f"not let in: {error}", file=sys.stderr)
+        print(f"refused: {error}", file=sys.stderr)
         return 1
     return 0
 

@@ -112,7 +112,7 @@ def _foreign(value: object, operator: str, name: str) -> npt.NDArray[Any]:
             return _from_dlpack(value)
     except (TypeError, ValueError, RuntimeError, BufferError) as error:
         raise TypeError(
-            f"{operator}: {name}: found {type(value).__name__} that gives no array: {error}"
+            f"{operator}: {name}: found {type(value).__name__} that cannot be converted to an array: {error}"
         ) from error
     raise TypeError(
         f"{operator}: {name}: found {type(value).__name__}; expected a NumPy array, a torch CPU tensor or "

@@ -52,8 +52,8 @@ def lacking(error: NpugradError, attempt: Attempt, info: Any) -> NpugradError:
         return error
     version = f"version {info.version}" if info else "unknown version"
     made = UnsupportedOperator(
-        f"{attempt.operator}: {attempt.target}: this server, of {version}, has no such operator; "
-        "a later one may",
+        f"{attempt.operator}: {attempt.target}: this server, of {version}, does not have this operator; "
+        "a newer one may",
         operator=attempt.operator,
         request_id=error.request_id,
     )

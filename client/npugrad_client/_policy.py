@@ -223,7 +223,7 @@ class PolicyEngine:
             require_legal(name, _metas(name, request.operands()), request.attrs, server.product)
         except NpugradError as error:
             if isinstance(error, OperatorError) and self._policies.on_refused != "local":
-                text = f"{name} is not used because the service does not take it: {error}"
+                text = f"{name} is not used because the service refuses it: {error}"
                 self.tell(f"{name} foreseen: {_kind(error)}", text)
             return False
         return name in server.operators
@@ -333,7 +333,7 @@ class PolicyEngine:
             raise error
         if self._policies.on_refused == "warn":
             name = request.operator
-            self.tell(f"{name}: {kind}", f"{name} runs locally because the service does not take it: {error}")
+            self.tell(f"{name}: {kind}", f"{name} runs locally because the service refuses it: {error}")
         return why
 
     def tell(self, kind: str, text: str) -> None:

@@ -97,7 +97,7 @@ class Profile:
             self._write_waiting()
             self._write("\n]\n", ())
             if self._left_out_count:
-                _LOG.warning("%s lacks %d calls: its disk was too slow", self._path, self._left_out_count)
+                _LOG.warning("%s lacks %d calls: the disk was too slow", self._path, self._left_out_count)
         self._file.close()
         return self._error
 

@@ -26,8 +26,8 @@ TRANSPORT = "transport"
 _STAGES = ("pack", "wait", "send", *SERVER_STAGES, "read", "unpack", TRANSPORT)
 _STAGES_TITLE = "Time of sent calls by stage, in ms a call; stages below 1 % are left out"
 _STAGES_HEADER = ("operator", "why", "ms a call")
-_COSTS_TITLE = "What sending won, by operator and kind; below 0 it was slower than here"
-_COSTS_HEADER = ("operator", "kind", "sent", "ms sent", "local", "ms local", "won s")
+_COSTS_TITLE = "Time saved by sending, by operator and kind; negative where sending was slower"
+_COSTS_HEADER = ("operator", "kind", "sent", "ms sent", "local", "ms local", "saved s")
 _MOST_COSTS = 20
 """Maximum number of kinds with their own line."""
 _SHOWN_FROM = 0.01
@@ -125,7 +125,7 @@ class Summary:
     def __repr__(self) -> str:
         """How many calls were sent and how many were not; `str` gives the tables."""
         won_s = self.won_s
-        won = "" if won_s is None else f", sending won {won_s:.3f} s"
+        won = "" if won_s is None else f", sending saved {won_s:.3f} s"
         return f"Summary({counted(self.sent, 'call')} sent, {self.local} kept local{won})"
 
     def _repr_html_(self) -> str:
@@ -206,10 +206,10 @@ def _costs_sentences(summary: Summary) -> list[str]:
         parts.append(f"and {len(costs) - _MOST_COSTS} more kinds, which took less, in summary().costs")
     won_s, unknown = summary.won_s, sum(row.sent for row in costs if row.won_s is None)
     if won_s is not None:
-        parts.append(f"Sending won {won_s:.3f} s." if won_s >= 0 else f"Sending cost {-won_s:.3f} s.")
+        parts.append(f"Sending saved {won_s:.3f} s." if won_s >= 0 else f"Sending cost {-won_s:.3f} s.")
     if unknown:
         parts.append(
-            f"What {counted(unknown, 'sent call')} would have taken here is not known: "
+            f"How long {counted(unknown, 'sent call')} would have taken here is unknown: "
             'remote(..., policy="faster") learns it, `npugrad advise` measures it.'
         )
     return parts

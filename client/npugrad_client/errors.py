@@ -154,8 +154,8 @@ _HINTS = {
 """What such a message means, as a hint for the user."""
 _CLOSED = ("socket closed", "connection reset")
 _CLOSED_HINTS = {
-    True: "it closed the connection, as a server does that wants a client certificate, or a different one",
-    False: "it closed the connection, as a server does that only speaks TLS",
+    True: "it closed the connection, as a server does if it requires a client certificate, or another one",
+    False: "it closed the connection, as a server does if it only speaks TLS",
 }
 """By whether the client speaks TLS: with TLS 1.3, a rejected client learns nothing more."""
 _CONTRACT = server_pb2.DESCRIPTOR.package
@@ -165,7 +165,7 @@ _NO_GRPC = (
     f"port {DEFAULT_PORT} by default"
 )
 _OTHER_CONTRACT = (
-    f"the server does not know this method of {_CONTRACT}; it has to speak {_CONTRACT}, as "
+    f"the server does not know this method of {_CONTRACT}; it must speak {_CONTRACT}, as "
     f"this client of version {npugrad.__version__} does"
 )
 _UNRESOLVED = re.compile(r"errors resolving|dns resolution failed", re.I)

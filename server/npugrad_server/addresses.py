@@ -120,13 +120,13 @@ def _check_unix_free(address: Address) -> None:
         folder = os.path.dirname(address.path) or "."
         if not os.access(folder, os.W_OK | os.X_OK):
             raise AddressError(
-                f"cannot listen on {address}: its folder is not there or not writable"
+                f"cannot listen on {address}: its folder does not exist or is not writable"
             ) from None
         return
     except OSError as error:
         raise AddressError(f"cannot listen on {address}: {error.strerror}") from None
     if not stat.S_ISSOCK(mode):
-        raise AddressError(f"cannot listen on {address}: there is a file that is not a socket")
+        raise AddressError(f"cannot listen on {address}: a file that is not a socket exists there")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(1.0)
         try:

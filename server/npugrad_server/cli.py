@@ -250,7 +250,7 @@ def acceptance(
         Path,
         typer.Option(
             metavar="FILE",
-            help="JSON report to write; an HTML page (.html) and the workers' output (.log) go beside it.",
+            help="JSON report to write. An HTML page (.html) and the workers' output (.log) go next to it.",
         ),
     ] = Path("acceptance.json"),
     steps: Annotated[

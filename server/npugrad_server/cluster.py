@@ -112,13 +112,15 @@ def read_cluster(text: str) -> Cluster:
     if not isinstance(items, list) and isinstance(document, dict) and document.get("kind") == "Node":
         items = [document]
     if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
-        raise ClusterError("found JSON of something else; expected a list of nodes as kubectl prints it")
+        raise ClusterError(
+            "found JSON that is not a list of nodes; expected the output of kubectl get nodes -o json"
+        )
     by_kind: dict[str, list[dict[str, Any]]] = defaultdict(list)
     fallback = str(document.get("kind", "")).removesuffix("List")
     for item in items:
         by_kind[item.get("kind") or fallback].append(item)
     if not by_kind["Node"]:
-        raise ClusterError("found no nodes; expected at least one: is the context the right one?")
+        raise ClusterError("found no nodes; expected at least one: is the kubectl context correct?")
     classes = by_kind.get("RuntimeClass")
     return Cluster(
         by_kind["Node"],
@@ -222,7 +224,7 @@ def _version(node: dict[str, Any], oldest: tuple[int, int]) -> list[Problem]:
     if match is not None and (int(match[1]), int(match[2])) >= oldest:
         return []
     wanted = ".".join(map(str, oldest))
-    text = f"found Kubernetes {version or 'of no version'}; expected {wanted} or later"
+    text = f"found Kubernetes {version or 'of unknown version'}; expected {wanted} or later"
     return [("KUBERNETES_TOO_OLD", text, "upgrade the node")]
 
 
@@ -247,7 +249,7 @@ def _cards(cluster: Cluster, resource: str) -> list[ClusterFinding]:
     whole = [name for name in others if not re.search(r"-(memory|core)$", name)]
     if not whole:
         text = f"found no card on any node; expected {resource}"
-        return [ClusterFinding("fail", "NO_CARD", text, "install the device plugin, or take the profile cpu")]
+        return [ClusterFinding("fail", "NO_CARD", text, "install the device plugin, or use the profile cpu")]
     if any(map(_SLICE.fullmatch, whole)):
         text = f"found slices of cards ({', '.join(whole)}); expected whole ones, {resource}"
         return [
@@ -260,7 +262,7 @@ def _cards(cluster: Cluster, resource: str) -> list[ClusterFinding]:
                 ClusterFinding("fail", "OTHER_CHIP", text, "use nodes with Atlas training, A2 or A3 cards")
             ]
     text = f"devices.resource: found {', '.join(whole)} on the nodes; expected {resource}"
-    cure = f"take the profile {fitting_profile(cluster)}, or set devices.resource to that name"
+    cure = f"use the profile {fitting_profile(cluster)}, or set devices.resource to that name"
     return [ClusterFinding("fail", "OTHER_RESOURCE", text, cure)]
 
 

@@ -66,7 +66,7 @@ class LogCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Lines that the process has lost."""
-        text = "Lines of the log, those that workers print included, lost because nobody read them in time."
+        text = "Log lines, workers' output included, dropped because nobody read them in time."
         yield CounterMetricFamily("npugrad_log_lines_dropped", text, value=LogBacklog.all_dropped_lines)
 
 

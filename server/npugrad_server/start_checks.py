@@ -124,7 +124,9 @@ def _resolved(text: str, report: NpuReport) -> tuple[str, ...]:
     problems = tuple(f"npu: {problem}" for problem in report.problems)
     if text.strip() == devices.AUTO and problems and report.device_nodes:
         # Otherwise a CPU would answer in their place, unnoticed.
-        raise StartError("devices: auto found NPUs that cannot be used; name cpu:0 to do without", *problems)
+        raise StartError(
+            "devices: auto found NPUs that cannot be used; name cpu:0 to run without them", *problems
+        )
     try:
         names = devices.resolve(text, report.usable_count)
     except devices.DeviceListError as error:

@@ -75,7 +75,7 @@ class TenantLimits(BaseModel):
 
 
 class UnlistedTenants(TenantLimits):
-    """Callers in no entry: each identity, or address if there is none, is a tenant of weight 1.
+    """Callers that no entry lists: each identity, or address if there is none, is a tenant of weight 1.
 
     Attributes:
         refuse: Whether their calls are refused.
@@ -103,7 +103,7 @@ class TenantsFile(BaseModel):
 
     Attributes:
         gateways: Identities of gateways, which name a call's tenant in a header.
-        unlisted: Rules for callers in no entry.
+        unlisted: Rules for callers that no entry lists.
         tenant: The entries.
     """
 
@@ -121,7 +121,7 @@ class TenantsFile(BaseModel):
         identities = [*self.gateways, *(name for entry in self.tenant for name in entry.identities)]
         for what, found in (("name", names), ("identity", identities)):
             if twice := sorted({name for name in found if found.count(name) > 1}):
-                taken = " (metrics call those in no entry so)" if twice[0] == OTHERS else ""
+                taken = " (the name of unlisted callers in metrics)" if twice[0] == OTHERS else ""
                 raise ValueError(f"found the {what} {twice[0]!r} twice{taken}; expected each once")
         return self
 
@@ -139,7 +139,7 @@ class TenantTable:
         """Builds the table.
 
         Args:
-            file: Contents of the file; None if there is none, and every caller is in no entry.
+            file: Contents of the file; None if there is none, and no caller is listed.
         """
         self._unlisted = file.unlisted if file is not None else UnlistedTenants()
         self.gateways = frozenset(file.gateways if file is not None else ())
@@ -153,11 +153,11 @@ class TenantTable:
         """The tenant of a caller with verified identities: the first one that is listed decides.
 
         Args:
-            kind: Their kind, which is part of the name of a tenant in no entry.
+            kind: Their kind, which is part of the name of a tenant that is not listed.
             identities: At least one.
 
         Raises:
-            TenantRefused: None is listed, and callers in no entry are refused.
+            TenantRefused: None is listed, and unlisted callers are refused.
         """
         for identity in identities:
             if identity in self.listed:
@@ -165,9 +165,9 @@ class TenantTable:
         return self.unlisted(f"{kind}:{identities[0]}")
 
     def unlisted(self, name: str) -> Tenant:
-        """The tenant of a caller in no entry; errors as in `tenant`."""
+        """The tenant of an unlisted caller; errors as in `tenant`."""
         if self._unlisted.refuse:
-            raise TenantRefused(f"tenant: found {name}, which is in no entry; expected a listed identity")
+            raise TenantRefused(f"tenant: found {name}, which is not listed; expected a listed identity")
         return _tenant(name, self._unlisted)
 
 
@@ -232,7 +232,7 @@ class LiveTenants:
         """Reads the file.
 
         Args:
-            path: The file; None for none, so that every caller is in no entry.
+            path: The file; None for none, so that no caller is listed.
             look_interval_s: Seconds between two checks of the file.
 
         Raises:

@@ -138,7 +138,7 @@ REFUSED = {
     "datetime": (np.array(["2020"], "M8[Y]"), "dtype datetime64"),
     "timedelta": (np.array([1], "m8[s]"), "dtype timedelta64"),
     "masked": (np.ma.masked_array([1.0, 2.0], [True, False]), "masked array; .* call .filled()"),
-    "refusing": (Stubborn(), "Stubborn that gives no array: implicit conversion"),
+    "refusing": (Stubborn(), "Stubborn that cannot be converted to an array: implicit conversion"),
     "device": (OnlyDLPack(np.zeros(2), (2, 1)), r"DLPack device \(2, 1\); expected CPU memory"),
 }
 

@@ -302,7 +302,7 @@ def test_a_service_of_another_kind_is_told_what_was_expected() -> None:
         client.server_info()
     assert str(caught.value) == (
         f"server_info: {service.address}: the server does not know this method of npugrad.v1; "
-        f"it has to speak npugrad.v1, as this client of version {npugrad.__version__} does "
+        f"it must speak npugrad.v1, as this client of version {npugrad.__version__} does "
         "(gRPC: Method not found!)"
     )
     assert isinstance(caught.value.cause, grpc.RpcError)

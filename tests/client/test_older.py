@@ -40,7 +40,7 @@ def test_a_server_may_keep_its_version_to_itself(error: NpugradError) -> None:
     found = answered(error)
     assert type(found) is UnsupportedOperator
     assert (found.reason, found.operator, found.request_id) == ("OPERATOR_UNSUPPORTED", OPERATOR, "abc123")
-    assert "this server, of unknown version, has no such operator" in str(found)
+    assert "this server, of unknown version, does not have this operator" in str(found)
 
 
 @pytest.mark.parametrize(

@@ -229,7 +229,7 @@ SURVIVED = (
         kept=1,
     ),
 )
-"""The worker lives on."""
+"""The worker keeps running."""
 
 REPLACED = (
     _lost("device-exception", "kernel:1:507015:dev=0:total", 507015),

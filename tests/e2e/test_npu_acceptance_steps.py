@@ -125,14 +125,17 @@ def test_a_device_without_memory_for_a_call_says_so_and_loses_nothing(node: Simu
 def test_memory_that_does_not_come_back_is_noticed(node: SimulatedNode) -> None:
     node.saboteur.when("it is refused every time", "hbm_mb=128")
     report = node.report_of(memory.STEP)
-    assert failed(report) == ["nothing of the device's memory is lost"]
+    assert failed(report) == ["no device memory is lost"]
     assert "64.0 MiB less than before" in report.failures[0].found
 
 
 def test_a_device_that_fails_instead_of_refusing_is_noticed(node: SimulatedNode) -> None:
     node.saboteur.when("a call that needs", "malloc:*:507899")
     report = node.report_of(memory.STEP)
-    assert failed(report) == ["a call that the device has no memory for is refused", "the worker lives on"]
+    assert failed(report) == [
+        "a call that the device has no memory for is refused",
+        "the worker keeps running",
+    ]
     assert "507899" in report.failures[0].found
 
 
@@ -154,5 +157,5 @@ def test_a_device_that_fails_in_a_soak_ends_it(node: SimulatedNode) -> None:
 def test_a_long_call_is_cut_with_the_vendors_number(node: SimulatedNode) -> None:
     report = node.report_of(timeout.STEP)
     assert report.outcome == "passed", report
-    (cut,) = [check for check in report.checks if check.name == "a call longer than its limit is given up"]
+    (cut,) = [check for check in report.checks if check.name == "a call longer than its limit is ended"]
     assert "aclrtSynchronizeStreamWithTimeout returned 507046" in cut.found

@@ -115,7 +115,7 @@ def test_a_workspace_that_no_device_has_is_an_error_with_numbers_every_time(
             failure = failure_of(lambda: call_unary(channel, made.record, made.message()))
         assert failure.error.reason == "DEVICE_OUT_OF_MEMORY"
         assert failure.status is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert "bytes of workspace that the device's operator needs; expected at most" in str(failure.error)
+        assert "bytes of workspace needed by the device's operator; expected at most" in str(failure.error)
     assert metrics_of(running)["workspaces_asked_total refused"] == 2
     assert running.report.counters()[KERNELS] == kernels
     running.plan("hbm_mb=256")

@@ -91,8 +91,8 @@ def test_a_call_is_refused_with_operator_and_version(
     error = caught.value
     assert (error.reason, error.operator, error.tries) == ("OPERATOR_UNSUPPORTED", GROUP_NORM.name, 1)
     assert str(error) == (
-        f"group_norm_backward: {older.address}: this server, of version {version('npugrad')}, has no such "
-        "operator; a later one may"
+        f"group_norm_backward: {older.address}: this server, of version {version('npugrad')}, does "
+        "not have this operator; a newer one may"
     )
     assert isinstance(error.cause, grpc.RpcError)
     assert bool(error.request_id) is (stream_from_bytes == STREAMED)
@@ -102,7 +102,7 @@ def test_a_call_is_refused_with_operator_and_version(
 
 @pytest.mark.parametrize("act", [sync_call, async_call])
 def test_so_is_a_question_about_it(older: ServerProcess, act: Callable[..., Any]) -> None:
-    with pytest.raises(UnsupportedOperator, match=r"group_norm_backward: .* of version .* no such operator"):
+    with pytest.raises(UnsupportedOperator, match=r"group_norm_backward: .* of version .* does not have this operator"):
         act(older.address, "validate", {"operator": GROUP_NORM.name, **validation_of(GROUP_NORM)})
     found = act(older.address, "validate", {"operator": GRID_SAMPLER.name, **validation_of(GRID_SAMPLER)})
     assert found.status == 0
@@ -161,6 +161,6 @@ def test_a_server_of_another_major_version_is_told_apart_from_one_that_lacks_an_
         act(address, GROUP_NORM.name, call_of(GROUP_NORM), stream_from_bytes=stream_from_bytes)
     assert str(caught.value).startswith(
         f"group_norm_backward: {address}: the server does not know this method of npugrad.v1; "
-        f"it has to speak npugrad.v1, as this client of version {version('npugrad')} does"
+        f"it must speak npugrad.v1, as this client of version {version('npugrad')} does"
     )
     assert (caught.value.tries, caught.value.retryable) == (1, False)

@@ -134,5 +134,5 @@ def test_replies_nobody_reads_do_not_hold_their_device(tmp_path: Path, large: Sa
         with pytest.raises(grpc.RpcError) as caught:
             content_of(second)
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert "found its results not taken while other calls wait for room" in str(caught.value.details())
+        assert "found its results unread while other calls wait for memory" in str(caught.value.details())
         running.find_log("call", reason="QUEUE_FULL")

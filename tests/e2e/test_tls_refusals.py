@@ -25,7 +25,7 @@ _PAST: dict[str, Any] = {
     "not_before": datetime.datetime(2020, 1, 1, tzinfo=datetime.timezone.utc),
     "not_after": datetime.datetime(2021, 1, 1, tzinfo=datetime.timezone.utc),
 }
-_WANTS_ANOTHER = "as a server does that wants a client certificate, or a different one (gRPC: "
+_WANTS_ANOTHER = "as a server does if it requires a client certificate, or another one (gRPC: "
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,7 @@ def test_a_client_without_the_right_certificate_reads_why(
 
 
 def test_a_plain_client_reads_that_the_server_is_encrypted(mutual: ServerProcess) -> None:
-    refusal(mutual.address, None, "as a server does that only speaks TLS (gRPC: ")
+    refusal(mutual.address, None, "as a server does if it only speaks TLS (gRPC: ")
 
 
 def test_an_encrypted_client_reads_that_the_server_is_plain(

@@ -108,7 +108,7 @@ def _show_rows(rows: tuple[KindAdvice, ...]) -> None:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for name in ("operator", "kind"):
         table.add_column(name, overflow="fold")  # on a narrow terminal these two wrap, never a number
-    for name in ("calls", "MiB", "ms here", "ms sent", "won ms"):
+    for name in ("calls", "MiB", "ms here", "ms sent", "saved ms"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("advice")
     for row in rows:
@@ -122,7 +122,7 @@ def _show_rows(rows: tuple[KindAdvice, ...]) -> None:
 def _sentences(advice: Advice) -> list[str]:
     """The conclusions from the table, in words."""
     step = "" if advice.step_s is None else f", a step {_ms(advice.step_s)}"
-    known = f"{_ms(advice.known_s)} of it in operators that the service has"
+    known = f"{_ms(advice.known_s)} of it in operators that the service offers"
     lines = [f"A backward pass takes {_ms(advice.backward_s)} here, {known}{step}."]
     if not any(row.remote_s is not None for row in advice.rows):
         return [*lines, "There is nothing to send."]
@@ -135,7 +135,7 @@ def _sentences(advice: Advice) -> list[str]:
     least = min(row.bytes for row in sent)
     small = ", min_bytes=0" if least < MIN_BYTES else ""
     lines.append(
-        f"With only those sent that are worth it, about {_ms(advice.advised_s)}: "
+        f"With only those sent that save time, about {_ms(advice.advised_s)}: "
         f'remote(client, policy="faster"{small}).'
     )
     return lines

@@ -158,7 +158,7 @@ def _code_text(row: ErrorRow) -> RenderableType:
         if rules:
             groups.append(Group(Text(f"{record.name}: {_count(rules)}", style="bold"), _rules(rules)))
     if not groups:
-        groups = [Group(Text("No documented constraint gives this number; a device may."))]
+        groups = [Group(Text("No documented constraint has this code; a device may return it."))]
     return Group(*_spaced([Group(title, facts), *groups]), *_legend(row.code))
 
 
@@ -230,7 +230,7 @@ def _not_expressible(record: OpRecord) -> list[RenderableType]:
     if not record.not_expressible:
         return []
     lines = [f"  {n.source}: {n.reason}." for n in record.not_expressible]
-    title = Text("Documented, but no call through the service can break it", style="bold")
+    title = Text("Documented, but no call through the service can violate it", style="bold")
     return [Text(), title, *map(Text, lines)]
 
 
@@ -245,7 +245,7 @@ def _constraint_text(record: OpRecord, constraint: Constraint) -> RenderableType
     if constraint.products is not None:
         facts.append(("products", ", ".join(sorted(constraint.products))))
     if constraint.requires:
-        facts.append(("after", f"looked at when these hold: {', '.join(constraint.requires)}"))
+        facts.append(("after", f"checked only if these hold: {', '.join(constraint.requires)}"))
     if constraint.pick:
         facts.append(("both sides", constraint.pick))
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False, pad_edge=False)
@@ -258,5 +258,5 @@ def _constraint_text(record: OpRecord, constraint: Constraint) -> RenderableType
 
 def _vendor(constraint: Constraint) -> str:
     words = constraint.vendor_words
-    said = {"accepts": "accepts such a call", "varies": "answers as the call decides"}
+    said = {"accepts": "accepts such a call", "varies": "answers differently from call to call"}
     return f"the vendor's own source {said.get(words, f'returns {words}')}"

@@ -204,7 +204,7 @@ _FORMS = {
     "int64_array": "integers such as 2,3, [] or null",
     "float_array": "numbers such as 0.5,2, [] or null",
     "scalar": "a number, with a type such as float32:0.5 or without, or null",
-    "string": "text, in double quotes where it is empty or null or has some",
+    "string": "text, in double quotes if it is empty, is null or contains double quotes",
 }
 
 
@@ -248,7 +248,7 @@ def results_path(path: Path) -> Path:
     except OSError as error:
         raise FileError(f"{path}: cannot be written: {error.strerror}") from None
     if path.is_dir() or not os.access(path.parent, os.W_OK):
-        raise FileError(f"{path}: cannot be written: expected a file in a folder that may be written")
+        raise FileError(f"{path}: cannot be written: expected a file in a writable folder")
     return path
 
 

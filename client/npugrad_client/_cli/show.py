@@ -82,7 +82,7 @@ def operator(console: Console, found: OperatorInfo) -> None:
 def _lacking(operator: OperatorInfo) -> str:
     """Says what lacks an unsupported operator; its parameters have dtypes only if the product has it."""
     on_product = any(parameter.dtypes for parameter in operator.parameters)
-    return "the server's devices; a call to it says why" if on_product else "this product"
+    return "the server's devices; a call returns the reason" if on_product else "this product"
 
 
 def verdict(console: Console, operator: str, result: Verdict) -> None:

@@ -49,4 +49,4 @@ def client_bound(result: Result) -> tuple[str, ...]:
     return tuple(reasons)
 
 
-ADVICE = "Use more --workers, fewer or smaller calls, or a machine of its own for the client."
+ADVICE = "Use more --workers, fewer or smaller calls, or run the client on its own machine."

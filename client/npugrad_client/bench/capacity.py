@@ -126,11 +126,11 @@ class Capacity:
     def __str__(self) -> str:  # noqa: C901 -- one sentence for each way to end
         """The finding, and how sure it is."""
         if not self.rate and self.died:
-            return f"The search died before a rate was found that meets the objectives: {self.died}"
+            return f"The search failed before it found a rate that meets the objectives: {self.died}"
         if not self.rate and self.is_interrupted:
-            return "interrupted before a rate was found that meets the objectives"
+            return "The search was interrupted before it found a rate that meets the objectives."
         if not self.rate and self.is_client_limited:
-            return "No rate was found: the client cannot send at the rates to be tried."
+            return "No rate was found: the client cannot send at the rates it would have to try."
         if not self.rate and not self.is_settled:
             return "No rate was found: the server is too unsteady, or the trials too short."
         if not self.rate:
@@ -145,7 +145,7 @@ class Capacity:
         if self.is_client_limited:
             text += "; the client cannot send more, so the server's capacity is at least that"
         if self.died:
-            text += f"; not confirmed, because the search died: {self.died}"
+            text += f"; not confirmed, because the search failed: {self.died}"
         elif self.is_interrupted:
             text += "; interrupted: the capacity may be higher, and was not confirmed"
         elif not self.is_settled:

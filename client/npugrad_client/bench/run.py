@@ -135,7 +135,7 @@ def _expect_ready(connection: Connection) -> None:
     if isinstance(message, Failed):
         raise message.error
     if not isinstance(message, Ready):
-        raise WorkerDied(f"a worker said {type(message).__name__}; expected Ready")
+        raise WorkerDied(f"a worker sent {type(message).__name__}; expected Ready")
 
 
 def _receive(connection: Connection) -> Any:

@@ -283,7 +283,7 @@ class Scenario:
         check(least_s <= self.window_s <= _WEEK_S, "window", self.window_s, f"{least_s:g} s and up to a week")
         most_s = MAX_WINDOWS * self.window_s - self.duration_s
         expected = (
-            f"at most {most_s:.6g} s beside a duration of {self.duration_s:g} s, as results have at most "
+            f"at most {most_s:.6g} s with a duration of {self.duration_s:g} s, because results have at most "
             f"{MAX_WINDOWS} windows of {self.window_s:g} s"
         )
         check(self.warm_up_s <= most_s, "warm_up", self.warm_up_s, expected)

@@ -51,7 +51,7 @@ class Fuser:
         if function.agrees is None:
             function.agrees = _agrees(given, operands)
         if function.agrees is False:
-            text = f"{function.name} is left alone, as its result is not that of the operator"
+            text = f"{function.name} is not replaced, because its result differs from the operator's"
             self.engine.tell(f"fused: {function.name}", text)
         if not function.agrees:
             return None

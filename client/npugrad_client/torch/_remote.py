@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from npugrad_client import Client
     from npugrad_client._summary import Summary
 
-_CREATE_GRAPH = "create_graph=True takes it apart"
+_CREATE_GRAPH = "it is decomposed for create_graph=True"
 
 
 class Remote(ContextDecorator):

@@ -190,6 +190,6 @@ TAKEN_APART = {"NativeGroupNormBackward0": "group_norm_backward"}
 """Nodes that compute with elementary operators if a second derivative is wanted."""
 TAKEN_APART_BY = {
     torch.ops.aten.mul.Tensor: "",
-    torch.ops.aten.reciprocal_.default: "a gradient of mean or rstd takes it apart",
+    torch.ops.aten.reciprocal_.default: "it is decomposed for a gradient of mean or rstd",
 }
 """Operators then seen inside such a node, and the reason if it is not a second derivative."""

@@ -107,10 +107,10 @@ def check_peers(rig: Rig, out: StepLog) -> None:
     records = {peer.job.record.name: peer.job.record for peer in jobs}
     unbound = sorted(name for name, record in records.items() if record.binding is None)
     if unbound:
-        out.note(f"torch_npu binds no {', '.join(unbound)}, which so has no peer on the device.")
+        out.note(f"torch_npu has no binding for {', '.join(unbound)}, so there is no peer on the device.")
     others = [peer.name for peer in jobs if not peer.bound and peer.job.record.name not in unbound]
     if others:
-        out.note(f"torch_npu's binding makes other calls of {', '.join(others)}, which so have no peer.")
+        out.note(f"torch_npu's bindings make different calls for {', '.join(others)}, so these have no peer.")
 
 
 def _formats(
@@ -139,7 +139,7 @@ def _formats(
                 out.check(f"{peer.name}: {way}", False, "accepted", answer["words"])
             elif answer["status"]:
                 # The service needs only ND.
-                out.check(f"{peer.name}: {way}", True, "ND serves", answer["words"], "only ND is taken")
+                out.check(f"{peer.name}: {way}", True, "ND serves", answer["words"], "only ND is accepted")
             elif peer.deterministic:
                 out.check(
                     f"{peer.name}: {way}", equal, "the worker's bits", "the same" if equal else "others"

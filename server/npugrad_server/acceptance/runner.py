@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from npugrad_server.acceptance.rig import Rig
     from npugrad_server.acceptance.step import Keeper, Step
 
-_NO_TIME = "the time for all steps together was over"
+_NO_TIME = "the time for all steps together ran out"
 _TRACE_LINES = 6
 """Last lines of a traceback that go into the report."""
 
@@ -77,7 +77,7 @@ def run_steps(
                 interrupted = error if isinstance(end, KeyboardInterrupt) else ""
                 if not interrupted and limits is not None and limits.over and log.ok:
                     outcome, error = _skipped(
-                        f"cut short: {_NO_TIME}, as the host is slow or something hangs"
+                        f"cut short: {_NO_TIME}, because the host is slow or something hangs"
                     )
                 with suppress(DeviceGone):
                     rig.stop(kill=True)
@@ -114,13 +114,13 @@ def _run(rig: Rig, step: Step, log: StepLog) -> tuple[StepOutcome, str]:
         return _skipped(str(reason))
     except DeviceGone as error:
         # Perhaps only this step's way of opening the device failed.
-        log.note(f"opened once more after: {error}")
+        log.note(f"opened again after: {error}")
         rig.restart()
         return "failed", str(error)
     except Exception as error:
         return "failed", _last_lines(error)
     if not log.checks:
-        return "failed", "nothing was checked: the device has nothing that this step is about"
+        return "failed", "nothing was checked: this step does not apply to the device"
     return ("passed" if log.ok else "failed"), ""
 
 

@@ -155,7 +155,7 @@ def check_fits(
         ("results", demand.outputs.nbytes, output_arena_bytes, "setting output_arena_bytes"),
         ("copies in the worker", demand.memory_bytes, memory_bytes, "setting device_memory_bytes"),
         ("an operand that is not used", demand.unused_bytes, *max(kept, copied)),
-        ("tensors on the device", demand.device_bytes, device_bytes, "what the roomiest device has free"),
+        ("tensors on the device", demand.device_bytes, device_bytes, "the most that any device has free"),
     ):
         if limit is not None and found > limit:
             raise CallTooLarge(
@@ -301,7 +301,7 @@ def _check_deadline(
     if left_s <= 0:
         raise DeadlineExceeded(
             f"{operator}: deadline: found one that passed {-left_s:.3g} s before the call arrived; "
-            "expected one to come",
+            "expected one in the future",
             operator=operator,
             request_id=planned.request_id,
         )
@@ -309,7 +309,7 @@ def _check_deadline(
         prediction.is_probe = forecast.probe(kind, demand.work, now)
     if not prediction.is_probe:
         raise ServerBusy(
-            f"{operator}: deadline: {prediction}; expected at most {left_s:.3g} s, which are left",
+            f"{operator}: deadline: {prediction}; expected at most the {left_s:.3g} s that are left",
             reason="WOULD_MISS_DEADLINE",
             retry_after_s=min(prediction.wait_s, _MOST_RETRY_S) or None,
             operator=operator,

@@ -129,8 +129,10 @@ class CallLifecycle:
         self._unqueue(call)
         lane = call.priority, call.label
         turn = self._placement.forecast.predict(call.tenant, call.kind, call.work, now, lane, sent=False)
-        found = f"tenant {call.tenant.name}: found it the furthest over its share"
-        detail = f"{found} when another tenant's call found the queue or the memory full; expected its share"
+        found = f"tenant {call.tenant.name}: found more calls or bytes than its share"
+        detail = (
+            f"{found}, while another tenant's call needs a place in the queue or memory; expected its share"
+        )
         self.fail(call, "QUEUE_FULL", detail, now, out, retry_after_s=turn.retry_after_s)
 
     def _unqueue(self, call: CallState) -> None:

@@ -213,14 +213,14 @@ class Completion:
         """Notes that a call waits again because its worker died."""
         ticket.mark_lost()
         _log.warning(
-            "request %s: %s died under it; it waits for another try", ticket.planned.request_id, device
+            "request %s: its worker on %s died; it is queued again", ticket.planned.request_id, device
         )
         self._observer.call_requeued(ticket.planned, device)
 
     def circuit_changed(self, ticket: Ticket, deaths: int) -> None:
         """Notes that the circuit of a call's tenant and signature opened after `deaths` deaths, or closed."""
         planned = ticket.planned
-        about = f"{planned.plan.record.name} of {planned.tenant.name or 'nobody known'}"
+        about = f"{planned.plan.record.name} of {planned.tenant.name or 'an unknown tenant'}"
         if not deaths:
             _log.info(
                 "request %s: %s: circuit closed, calls of its signature run again", planned.request_id, about

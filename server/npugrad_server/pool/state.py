@@ -269,7 +269,7 @@ class WorkerState:
     damaged: bool = False
     exempt: bool = False
     alarm: float | None = None
-    reason: str = "its first worker starts"
+    reason: str = "its first worker is starting"
     ended_for: str = ""
     ended_by: int | None = None
     failure: Failure | None = None

@@ -194,7 +194,7 @@ class Verification:
         self._tell(check.ticket, is_sample=check.is_sample, result="unfinished")
         self._end(check)
         if not check.is_sample:
-            detail = "its results were not compared with the reference in time"
+            detail = "the comparison of its results with the reference did not finish in time"
             self._completion.fail(check.ticket, FailCall(check.ticket.number, "DEADLINE_EXCEEDED", detail))
 
     def _leave(self, check: ResultCheck) -> None:
@@ -330,7 +330,9 @@ class Verification:
         else:
             _log.warning("request %s: a verifier ended: %s", check.ticket.planned.request_id, reason)
             if check.is_sample or check.tries >= _MOST_TRIES:
-                said = f"{check.order.operator}: its results were not compared: the verifier ended: {reason}"
+                said = (
+                    f"{check.order.operator}: no comparison with the reference: the verifier ended: {reason}"
+                )
                 self._finish(check, CallFailed(check.ticket.number, "INTERNAL", said))
             else:
                 self._waiting.appendleft(check)

@@ -73,7 +73,7 @@ class WorkerLifecycle:
     @property
     def why_down(self) -> str:
         """The reasons of all devices."""
-        return "; ".join(Counter(worker.reason for worker in self._workers)) or "there is no device"
+        return "; ".join(Counter(worker.reason for worker in self._workers)) or "no devices"
 
     # ------------------------------------------------------------------------------------------------- starts
 

@@ -328,7 +328,7 @@ class FrontMemory:
         if seconds <= (_PRESSED_MESSAGE_S if pressed else self.limits.upload_timeout_s):
             return
         self._drop("request", call, seconds)
-        text = f"{call.method}: found no whole message for {seconds:.1f} s; expected one before that"
+        text = f"{call.method}: found no complete message after {seconds:.1f} s; expected one before that"
         call.end(
             ServerBusy(f"{text}, as memory is short", retry_after_s=1.0)
             if pressed
@@ -353,5 +353,5 @@ def _message_bytes(message: Any) -> int:
 
 def _slow(call: RpcCall) -> ServerBusy:
     name = call.operator or call.method
-    text = f"{name}: found a stream below the least rate while memory is short; expected more"
+    text = f"{name}: found a stream below the minimum rate while memory is short; expected a faster one"
     return ServerBusy(text, retry_after_s=1.0, operator=call.operator)

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from npugrad_server.rpc.front_memory import FrontMemory
 
 _USED = (
-    "Memory outside of the arenas that messages and replies take; what is on its way counts as the largest "
-    "message, a reply twice until it was taken."
+    "Memory outside the arenas used by messages and replies. A message still arriving counts as one of the "
+    "largest size allowed; a reply counts twice until the caller has taken it."
 )
 
 
@@ -33,11 +33,19 @@ class FrontCollector(Collector):
         used.add_metric(("requests",), memory.requests_bytes)
         used.add_metric(("replies",), memory.replies_bytes)
         yield used
-        text = "Memory outside of the arenas that messages and replies may take."
+        text = "Memory outside the arenas available to messages and replies."
         yield GaugeMetricFamily("npugrad_front_memory_bytes", text, memory.limits.memory_bytes)
         for name, text, found in (
-            ("npugrad_front_refused_calls", "Calls refused for want of room, by what for.", memory.refused),
-            ("npugrad_front_slow_callers", "Messages and replies given up as too slow.", memory.dropped),
+            (
+                "npugrad_front_refused_calls",
+                "Calls refused because front memory or call slots ran out, by what they needed.",
+                memory.refused,
+            ),
+            (
+                "npugrad_front_slow_callers",
+                "Messages and replies dropped because the caller was too slow.",
+                memory.dropped,
+            ),
         ):
             counter = CounterMetricFamily(name, text, labels=("what",))
             for what, count in found.items():

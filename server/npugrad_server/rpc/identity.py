@@ -55,7 +55,7 @@ class Identities:
 
         Raises:
             TenantRefused: The caller may not send the header, a gateway did not send it exactly once, or the
-                caller is in no entry and such callers are refused.
+                caller is not listed and such callers are refused.
         """
         facts: AuthContext = context.auth_context() if self._verified else {}
         claimed, header = None, self._header
@@ -80,8 +80,8 @@ class Identities:
         if gateway is not None:
             if not isinstance(claimed, str) or not 0 < len(claimed) <= MAX_IDENTITY:
                 raise TenantRefused(
-                    f"{self._header}: found {'one that cannot be' if claimed else 'none'} from gateway "
-                    f"{gateway}; expected the caller's tenant, at most {MAX_IDENTITY} characters"
+                    f"{self._header}: found {'a value that is too long or not text' if claimed else 'none'} "
+                    f"from gateway {gateway}; expected the caller's tenant, at most {MAX_IDENTITY} characters"
                 )
             return table.tenant("header", claimed)
         if claimed is not None:

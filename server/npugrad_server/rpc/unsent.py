@@ -86,7 +86,7 @@ class UnsentReply:
             self._moving = asyncio.ensure_future(self._move())
             return True
         planned = self._ticket.planned
-        text = f"{planned.plan.record.name}: found its results not taken while other calls wait for room"
+        text = f"{planned.plan.record.name}: found its results unread while other calls wait for memory"
         return self._end_if_slow(
             ServerBusy(text, retry_after_s=_RETRY_AFTER_S, operator=planned.plan.record.name)
         )

@@ -125,8 +125,8 @@ class WorkerCall(DeviceCall):
             self._set_aside = nbytes
         elif reply.final:
             raise DeviceOutOfMemory(
-                f"{self.operator}: found {nbytes} bytes of workspace that the device's operator needs; "
-                f"expected at most {reply.most_bytes} beside its tensors",
+                f"{self.operator}: found {nbytes} bytes of workspace needed by the device's operator; "
+                f"expected at most {reply.most_bytes} in addition to its tensors",
                 source="device",
                 operator=self.operator,
             )

@@ -101,7 +101,7 @@ def execute(backend: Backend, arenas: Arenas, call: WorkerCall, stream: int) -> 
     except CallPostponed as postponed:
         return CallDeferred(call.call, postponed.workspace_bytes)
     except CallAbandoned:
-        return CallFailed(call.call, "CANCELLED", f"{call.operator}: nobody waits for the call any more")
+        return CallFailed(call.call, "CANCELLED", f"{call.operator}: the caller no longer waits for the call")
     except Exception as error:
         return failure_of(call, error)
 

@@ -319,8 +319,8 @@ def test_a_trace_of_one_call_lasts_longer_than_to_it(tmp_path: Path) -> None:
         ({"duration_s": 86400.0, "window_s": 0.1}, "window: found 0.1; expected 0.864 s and up to a week"),
         (
             {"duration_s": 600.0, "warm_up_s": 600_000.0, "window_s": 2.0},
-            "warm_up: found 600000.0; expected at most 199400 s beside a duration of 600 s, as results have "
-            "at most 100000 windows of 2 s",
+            "warm_up: found 600000.0; expected at most 199400 s with a duration of 600 s, because results "
+            "have at most 100000 windows of 2 s",
         ),
         ({"level": 1e9}, "rate: found 1000000000.0; expected 0 to 1e+06"),
         ({"level": float("nan")}, "rate: found nan; expected 0 to 1e+06"),

@@ -95,7 +95,7 @@ def test_a_person_gets_a_table_and_sentences(
     lines = lines[5:]
     assert "3 backward passes, after one to warm up; server " in lines[0]
     assert re.split(" {2,}", lines[1].strip()) == [
-        "operator", "kind", "calls", "MiB", "ms here", "ms sent", "won ms", "advice",
+        "operator", "kind", "calls", "MiB", "ms here", "ms sent", "saved ms", "advice",
     ]  # fmt: skip
     assert sorted(line.split()[0] for line in lines[2:-3]) == ["group_norm_backward", "layer_norm_backward"]
     assert lines[-3].startswith("A backward pass takes ")

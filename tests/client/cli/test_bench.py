@@ -154,7 +154,7 @@ def test_a_search_whose_client_is_the_bottleneck_says_so() -> None:
     *trials, verdict = done.stdout.splitlines()
     assert len(trials) == 2, "a moment of a busy client is tried again"
     assert all("/s answered  no trial, the client was the bottleneck: " in each for each in trials)
-    assert verdict == "No rate was found: the client cannot send at the rates to be tried."
+    assert verdict == "No rate was found: the client cannot send at the rates it would have to try."
 
 
 @pytest.mark.slow
@@ -282,8 +282,8 @@ def test_the_help_tells_every_exit_status() -> None:
         ("--warm-up x", "--warm-up: found 'x'; expected a duration"),
         (
             "--warm-up 24h --duration 10s",
-            "--warm-up: found 86400.0; expected at most 9990 s beside a duration of 10 s, as results have at "
-            "most 100000 windows of 0.1 s",
+            "--warm-up: found 86400.0; expected at most 9990 s with a duration of 10 s, because results "
+            "have at most 100000 windows of 0.1 s",
         ),
         ("--warm-up 1000h", "--warm-up: found 3600000.0; expected 0 s and up to a week"),
         ("--scenario mixed-tenants --warm-up 1000h", "--warm-up: found 3600000.0; expected 0 s and"),
@@ -561,6 +561,6 @@ def test_an_interrupt_ends_a_whole_search(number: signal.Signals, tmp_path: Path
     flags = ["--find-capacity", "--rate", "20", "--duration", "60s", "--workers", "2", "--json", str(path)]
     status, output, errors = _interrupted(Counted(30), *flags, signals=(number,))
     assert status == 5, errors
-    assert output == "interrupted before a rate was found that meets the objectives\n"
+    assert output == "The search was interrupted before it found a rate that meets the objectives.\n"
     found = json.loads(path.read_text("utf-8"))
     assert (found["interrupted"], found["settled"], found["capacity_per_s"]) == (True, False, 0)

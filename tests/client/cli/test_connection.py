@@ -127,7 +127,7 @@ def test_who_is_not_let_in_reads_why_of_the_demo_too(
     mutual: ServerProcess, files: dict[str, str], certificates: Certificates
 ) -> None:
     for authority, said in (
-        (files["--tls-ca"], "wants a client certificate"),
+        (files["--tls-ca"], "requires a client certificate"),
         (certificates.client_ca, "the server's certificate is signed by an authority that is not trusted"),
     ):
         message = failed(run("demo", "--tls-ca", authority, "--target", mutual.address), 1)
@@ -168,7 +168,7 @@ def test_who_is_not_let_in_reads_why_and_is_not_told_to_start_a_server(
     assert "the server's certificate is signed by an authority that is not trusted" in message
     assert "npugrad-server serve" not in message
     message = failed(run("info", "--tls-ca", files["--tls-ca"], target=mutual.address), 1)
-    assert "wants a client certificate" in message
+    assert "requires a client certificate" in message
     message = failed(run("info", "--tls", target=mutual.address), 1)
     assert "the server's certificate is signed by an authority that is not trusted" in message
 

@@ -55,7 +55,7 @@ def test_a_code_lists_exactly_the_constraints_that_give_it(code: int) -> None:
 
 
 def test_a_code_that_no_rule_gives_says_so() -> None:
-    assert "No documented constraint gives this number; a device may." in said("361001")
+    assert "No documented constraint has this code; a device may return it." in said("361001")
 
 
 def test_a_difference_is_marked_and_the_mark_is_told() -> None:
@@ -123,7 +123,7 @@ def test_a_constraint_tells_code_rule_sources_and_both_sides(record: OpRecord, i
     ):
         assert words(piece) in text
     vendor = constraint.vendor_words
-    said_of = {"accepts": "accepts such a call", "varies": "answers as the call decides"}
+    said_of = {"accepts": "accepts such a call", "varies": "answers differently from call to call"}
     assert f"own source {said_of.get(vendor, f'returns {vendor}')}" in text
     assert ("both sides" in text) is bool(constraint.pick)
     assert words(constraint.pick) in text

@@ -31,7 +31,7 @@ def printed(show_it: Callable[[Console], None]) -> list[str]:
         (
             (DType.FLOAT32, DType.FLOAT16),
             False,
-            "some_grad: aclnnSomeGrad, NOT on the server's devices; a call to it says why",
+            "some_grad: aclnnSomeGrad, NOT on the server's devices; a call returns the reason",
             "types: float32, float16;",
         ),
         ((), False, "some_grad: aclnnSomeGrad, NOT on this product", "types: none;"),

@@ -116,7 +116,7 @@ def test_what_the_documents_refuse_is_told_once(client: Client, rng: Any) -> Non
     function, operands, wanted = calls(rng, jnp.float32)["multi_scale_deformable_attention"]
     policies = Policies()
     gradient = jax.grad(lambda *o: squared(function(*o, client=client, policies=policies)), argnums=wanted)
-    with pytest.warns(RemoteWarning, match="because the service does not take it: .*value: found") as said:
+    with pytest.warns(RemoteWarning, match="because the service refuses it: .*value: found") as said:
         assert len([gradient(*operands) for _ in range(2)]) == 2
     assert len(said) == 1
     assert said[0].filename == __file__

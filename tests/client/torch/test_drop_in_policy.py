@@ -78,7 +78,7 @@ def test_a_fallback_that_swallows_errors_finds_none_to_swallow(client: Client) -
                 return PlainFunction.apply(*arguments)
 
     mode = drop_in(client)
-    with mode, pytest.warns(RemoteWarning, match="runs locally because the service does not take it"):
+    with mode, pytest.warns(RemoteWarning, match="runs locally because the service refuses it"):
         gradients(Swallowing, operands(5, torch.float32))
     assert not Swallowing.fell_back
     assert mode.summary().local == 1

@@ -86,7 +86,7 @@ def test_what_is_faster_there_is_sent(client: Client) -> None:
     won_s = mode.summary().won_s
     assert won_s is not None
     assert won_s > 0
-    assert "\nSending won " in str(mode.summary())
+    assert "\nSending saved " in str(mode.summary())
 
 
 def test_each_kind_is_learned_by_itself(client: Client) -> None:
@@ -105,7 +105,7 @@ def test_always_is_the_default_and_says_what_it_does_not_know(client: Client) ->
     assert calls(mode.summary()) == {(True, ""): 2 * TRIALS}
     (row,) = mode.summary().costs
     assert (row.sent, row.local, row.local_s, row.won_s) == (2 * TRIALS, 0, None, None)
-    assert "What 6 sent calls would have taken here is not known" in str(mode.summary())
+    assert "How long 6 sent calls would have taken here is unknown" in str(mode.summary())
 
 
 def test_small_calls_are_neither_sent_nor_learned(client: Client) -> None:

@@ -77,7 +77,7 @@ def test_what_the_documents_refuse_runs_here_with_one_warning(
     expected = torch.autograd.grad(loss, x, retain_graph=True)[0]
     with (
         mode,
-        pytest.warns(RemoteWarning, match=f"^{operator} runs locally because .* does not take it: ") as said,
+        pytest.warns(RemoteWarning, match=f"^{operator} runs locally because .* refuses it: ") as said,
     ):
         [each.backward() for each in (loss, make()[1])]
     assert len(said) == 1
@@ -164,7 +164,7 @@ def test_create_graph_keeps_values_right(client: Client, name: str) -> None:
         with pytest.warns(RemoteWarning, match="group_norm_backward runs locally because ") as said:
             got = second(x.clone(), mode)
         # The gradient's own gradient goes through mean and rstd, which autograd takes apart once more.
-        whys = ["a gradient of mean or rstd takes it apart", "create_graph=True takes it apart"]
+        whys = ["it is decomposed for a gradient of mean or rstd", "it is decomposed for create_graph=True"]
         assert [(row.is_sent, row.why, row.calls) for row in mode.summary().rows] == [
             (False, w, 1) for w in whys
         ]
@@ -178,7 +178,7 @@ def test_create_graph_keeps_values_right(client: Client, name: str) -> None:
 
 def test_what_is_taken_apart_is_told_by_the_inner_one_alone(client: Client) -> None:
     x = torch.randn(2, 8, 5, requires_grad=True)
-    told = pytest.warns(RemoteWarning, match="create_graph=True takes it apart")
+    told = pytest.warns(RemoteWarning, match="it is decomposed for create_graph=True")
     with told as said, remote(client, min_bytes=0) as outer, remote(client, min_bytes=0) as inner:
         torch.autograd.grad(F.group_norm(x, 4).pow(3).sum(), x, create_graph=True)
     assert len(said) == 1
@@ -261,7 +261,7 @@ def test_a_warning_is_told_by_the_filter_of_the_callers_module(client: Client) -
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         warnings.filterwarnings("error", category=RemoteWarning, module=re.escape(__name__))
-        with pytest.raises(RemoteWarning, match="does not take it"):
+        with pytest.raises(RemoteWarning, match="refuses it"):
             _backward(remote(client, min_bytes=0), REFUSED["bicubic"][0])
 
 

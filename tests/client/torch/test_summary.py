@@ -64,15 +64,15 @@ def test_it_ends_with_what_sending_won_and_cost() -> None:
     ledger.add("norm", is_sent=False, why="small", nbytes=2**20, seconds=0.25)
     summary = ledger.summary(COSTS)
     assert str(summary).splitlines()[3:] == [
-        "What sending won, by operator and kind; below 0 it was slower than here",
-        "operator  kind                   sent  ms sent  local  ms local   won s",
-        "floyd     float16[2,4,64,64,64]    10    500.0      3     200.0  -3.000",
-        "norm      float32[2,8,1024]         6     10.0      4      20.0   0.060",
-        "norm      float32[2,8,16]           0        ?      4       1.0       -",
+        "Time saved by sending, by operator and kind; negative where sending was slower",
+        "operator  kind                   sent  ms sent  local  ms local  saved s",
+        "floyd     float16[2,4,64,64,64]    10    500.0      3     200.0   -3.000",
+        "norm      float32[2,8,1024]         6     10.0      4      20.0    0.060",
+        "norm      float32[2,8,16]           0        ?      4       1.0        -",
         "Sending cost 2.940 s.",
     ]
     assert summary.won_s == pytest.approx(-2.94)
-    assert str(ledger.summary(COSTS[1:])).endswith("\nSending won 0.060 s.")
+    assert str(ledger.summary(COSTS[1:])).endswith("\nSending saved 0.060 s.")
 
 
 def test_what_is_not_known_is_said_to_be_so() -> None:
@@ -80,7 +80,7 @@ def test_what_is_not_known_is_said_to_be_so() -> None:
     assert summary.won_s is None
     *_, row, last, _ = str(summary).splitlines()
     assert row.split() == ["norm", "float32[2,8]", "2", "500.0", "0", "?", "?"]
-    assert last.startswith("What 2 sent calls would have taken here is not known: ")
+    assert last.startswith("How long 2 sent calls would have taken here is unknown: ")
     assert "Sending" not in last
 
 
@@ -89,7 +89,7 @@ def test_many_kinds_leave_the_table_short() -> None:
     text = str(Ledger().summary(rows))
     assert "float32[19]" in text
     assert "float32[20]" not in text
-    assert text.endswith("\nand 30 more kinds, which took less, in summary().costs\nSending won 50.000 s.")
+    assert text.endswith("\nand 30 more kinds, which took less, in summary().costs\nSending saved 50.000 s.")
 
 
 def test_a_summary_is_a_copy_that_later_calls_leave_alone() -> None:

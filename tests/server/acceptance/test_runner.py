@@ -216,7 +216,7 @@ def test_an_interrupt_between_two_steps_ends_the_next_one(rig: Rig) -> None:
 def test_when_all_the_time_is_over_nothing_more_begins(rig: Rig) -> None:
     with Limits(step_s=600.0, until_s=time.monotonic()) as limits:
         (report,) = run_steps(rig, [GOOD], Seen(), limits=limits)
-    assert (report.outcome, report.error) == ("skipped", "the time for all steps together was over")
+    assert (report.outcome, report.error) == ("skipped", "the time for all steps together ran out")
 
 
 @pytest.mark.parametrize(("ok", "outcome"), [(True, "skipped"), (False, "failed")])

@@ -198,13 +198,13 @@ def test_a_call_past_its_limit_is_told_and_the_device_comes_back() -> None:
 
 def test_a_device_that_never_gives_a_call_up_fails() -> None:
     report = report_of(timeout.STEP, "cpu:0")  # the CPU backend knows no limit
-    assert "a call longer than its limit is given up" in failed(report)
+    assert "a call longer than its limit is ended" in failed(report)
     assert "under the pool its caller gets the error" in failed(report)
 
 
 def test_another_number_than_that_of_a_timeout_fails() -> None:
     report = report_of(timeout.STEP, f"{LONG_ENOUGH}&fault=long")
-    assert "a call longer than its limit is given up" in failed(report)
+    assert "a call longer than its limit is ended" in failed(report)
 
 
 def test_calls_outlive_the_worker_that_is_killed() -> None:

@@ -31,7 +31,12 @@ PLAN_NORM, RUN_NORM = "aclnnGroupNormBackwardGetWorkspaceSize", "aclnnGroupNormB
         ("aclrtSetDevice:*:507033", {}, "cannot be taken: torch_npu returned 507033", "slowly"),
         ("aclrtSetDevice:*:507033:msg=driver", {}, "[Error]: Failed to start the device. EE9999: ", "slowly"),
         ("aclrtSetDevice:*:507033:msg=driver", {}, "aclrtSetDevice: driver", "slowly"),
-        ("ndev=1", {"device": "npu:3"}, "found 1 NPU for torch_npu; expected one that is npu:3", "slowly"),
+        (
+            "ndev=1",
+            {"device": "npu:3"},
+            "found 1 NPU for torch_npu; expected npu:3 to be among them",
+            "slowly",
+        ),
         (
             "soc=Ascend910_9589",
             {},

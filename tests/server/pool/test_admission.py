@@ -213,7 +213,7 @@ def test_a_call_that_would_miss_its_deadline_is_told_so_when_it_comes(job: Any) 
         scheduler.forecast.run_times.learn(0, work, 1.0, now)
     found = (
         r"group_norm_backward: deadline: found 1\.05 s predicted, 0 s of waiting and 1\.05 s of running; "
-        r"expected at most 0\.\d+ s, which are left"
+        r"expected at most the 0\.\d+ s that are left"
     )
     with pytest.raises(ServerBusy, match=found) as caught:
         admission.reserve(planned, 0, scheduler.forecast, time.monotonic())

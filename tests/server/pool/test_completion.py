@@ -79,9 +79,9 @@ def test_without_a_device_the_caller_is_told_why_device_by_device(job: Any) -> N
     assert (error.reason, error.operator) == ("NO_DEVICE", "group_norm_backward")
     assert error.request_id == "request-0"
     assert error.retry_after_s
-    starting = [down(0, "its first worker starts", DeviceState.STARTING)]
+    starting = [down(0, "its first worker is starting", DeviceState.STARTING)]
     assert str(error_without_device(starting)) == (
-        "no device is ready: npu:0: starting, its first worker starts"
+        "no device is ready: npu:0: starting, its first worker is starting"
     )
 
 

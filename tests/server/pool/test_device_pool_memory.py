@@ -98,7 +98,7 @@ def test_a_call_that_fits_no_device_is_refused_at_once_or_as_soon_as_that_is_kno
         await asyncio.sleep(0)
         with pytest.raises(CallTooLarge, match="bytes of tensors on the device; expected at most 75000"):
             await early
-        with pytest.raises(CallTooLarge, match="what the roomiest device has free"):
+        with pytest.raises(CallTooLarge, match="the most that any device has free"):
             pool.admit(large.planned)
         await job().check(pool)
 

@@ -51,7 +51,7 @@ def reply(ticket: Any, room: FrontMemory, slow: bool = False) -> UnsentReply:
 
 
 def ended(error: ServerBusy, slow: bool) -> bool:
-    assert "operator: found its results not taken" in str(error)
+    assert "operator: found its results unread" in str(error)
     return slow
 
 

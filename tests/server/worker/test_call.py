@@ -83,8 +83,8 @@ def test_room_never_is_an_error_with_numbers() -> None:
     with pytest.raises(DeviceOutOfMemory) as caught:
         pool.talk.reserve_workspace(6000)
     assert str(caught.value) == (
-        "group_norm_backward: found 6000 bytes of workspace that the device's operator needs; expected at "
-        "most 5000 beside its tensors"
+        "group_norm_backward: found 6000 bytes of workspace needed by the device's operator; expected at "
+        "most 5000 in addition to its tensors"
     )
     assert (caught.value.reason, caught.value.source) == ("DEVICE_OUT_OF_MEMORY", "device")
     pool.end()

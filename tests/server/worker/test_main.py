@@ -302,7 +302,7 @@ def test_a_call_that_nobody_waits_for_ends_early_and_one_in_the_queue_is_not_run
             answer = one.receive()
             assert isinstance(answer, CallFailed)
             assert (answer.call, answer.reason, answer.trace) == (call, "CANCELLED", "")
-            assert answer.message == "group_norm_backward: nobody waits for the call any more"
+            assert answer.message == "group_norm_backward: the caller no longer waits for the call"
 
 
 def test_a_call_can_be_handed_in_again_after_it_was_given_up() -> None:

@@ -47,7 +47,7 @@ def _versions(rig: Rig, out: StepLog, found: Any) -> None:
     ]
     out.table("Versions and places", ("what", "found"), rows)
     if not any("driver" in path for path in found["installed"]):
-        out.note("The driver's version is not written down where its installer puts it.")
+        out.note("The driver's version file is not where its installer writes it.")
     if not found["device_nodes"] and not rig.settings.simulated:
         out.note("No device node /dev/davinci* is visible, though CANN finds devices.")
 
@@ -89,7 +89,7 @@ def _functions(out: StepLog, found: Any) -> set[str]:
 def _excuse(function: Any, cann: str) -> str:
     """Returns why a function may be missing; empty if it may not."""
     if function["optional"]:
-        return "the service does without"
+        return "optional for the service"
     oldest = get_operator(function["operator"]).min_cann if function["operator"] else ""
     if cann and oldest and _numbers(cann) < _numbers(oldest):
         return f"CANN {cann} is older than the operator, which the service then does not offer"

@@ -38,7 +38,7 @@ def run(rig: Rig, out: StepLog) -> None:
 def _tell(out: StepLog, lines: dict[str, dict[str, Any]], ended: str, limit_s: float) -> None:
     rows = []
     for name, line in lines.items():
-        unfinished = f"begun, and not ended within {limit_s:g} s, or the process ended there; {ended}"
+        unfinished = f"started, but not done within {limit_s:g} s, or the process ended there; {ended}"
         found, seconds = line.get("found", unfinished), line.get("seconds")
         ok = line.get("ok", False)
         out.check(name, ok, "done", found)

@@ -56,7 +56,7 @@ def run(rig: Rig, out: StepLog) -> None:
         )
     alive = rig.alive and rig.pid == pid
     out.check(
-        "the worker lives on",
+        "the worker keeps running",
         alive,
         f"process {pid}",
         f"process {rig.pid}" if rig.alive else "the worker ended",
@@ -80,14 +80,16 @@ def _grow(rig: Rig, out: StepLog, start_bytes: int, total_bytes: int) -> int | N
         rows.append((nbytes / _MIB, time.monotonic() - start, words(answer)))
         if not isinstance(answer, CallDone):
             break
-    out.table("Calls until the device had no memory", ("needs at least [MiB]", "took [s]", "answer"), rows)
+    out.table(
+        "Calls until the device ran out of memory", ("needs at least [MiB]", "took [s]", "answer"), rows
+    )
     refused = _is_refusal(answer)
     out.check(
         "a call that the device has no memory for is refused",
         refused,
         "DEVICE_OUT_OF_MEMORY with a number of the vendor that means so",
         words(answer) if answer is not None else "",
-        f"{nbytes / _MIB:,.0f} MiB wanted, {total_bytes / _MIB:,.0f} MiB there",
+        f"{nbytes / _MIB:,.0f} MiB requested, {total_bytes / _MIB:,.0f} MiB in all",
     )
     return nbytes if refused else None
 
@@ -129,12 +131,12 @@ def _check_small_calls(rig: Rig, out: StepLog, when: str) -> None:
 def _check_memory(out: StepLog, before_bytes: int, after_bytes: int) -> None:
     missing = before_bytes - after_bytes
     out.check(
-        "nothing of the device's memory is lost",
+        "no device memory is lost",
         missing <= _MARGIN_BYTES,
         f"at least {(before_bytes - _MARGIN_BYTES) / _MIB:,.1f} MiB free, as before the refusals, "
         f"less {_MARGIN_BYTES // _MIB} MiB",
         f"{after_bytes / _MIB:,.1f} MiB free, {missing / _MIB:,.1f} MiB less than before",
-        "after the worker gave back what it keeps for later calls",
+        "after the worker freed what it keeps for later calls",
     )
 
 

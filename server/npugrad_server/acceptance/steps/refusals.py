@@ -152,7 +152,7 @@ def _compare(out: StepLog, questions: Iterable[_Question]) -> None:
     )
     out.table("Codes of broken constraints", columns, rows)
     if unbroken:
-        out.note(f"Not to be broken on this device: {', '.join(unbroken)}.")
+        out.note(f"Cannot be violated on this device: {', '.join(unbroken)}.")
 
 
 def _compare_worker(out: StepLog, name: str, questions: Iterable[_Question]) -> None:

@@ -61,8 +61,8 @@ def run(rig: Rig, out: StepLog) -> None:
     queued = found[-1].get("queued_s", 0.0)
     total = found[-1]["in_s"]
     out.note(
-        f"Queueing both directions on two streams took {queued * 1e3:.2f} ms of {total * 1e3:.2f} ms until "
-        "all was there; the less, the more of it runs beside the host."
+        f"Queueing copies in both directions on two streams took {queued * 1e3:.2f} of the "
+        f"{total * 1e3:.2f} ms until all had arrived; the smaller this share, the more runs asynchronously."
     )
 
 

@@ -245,7 +245,7 @@ def check_flat(out: StepLog, name: str, points: Sequence[tuple[float, int]]) -> 
     try:
         found = settled(times, values, _WARM_UP, _LEAST)
     except ValueError as error:
-        return out.check(f"{name} is flat", False, "samples enough to tell", str(error))
+        return out.check(f"{name} is flat", False, "enough samples to tell", str(error))
     whole_s = (1 - _WARM_UP) * (times[-1] - times[0])
     limit = max(_GROWTH_BYTES, _GROWTH_SHARE * found.level) * min(1.0, found.seconds / whole_s)
     return out.check(
@@ -261,11 +261,11 @@ def check_flat(out: StepLog, name: str, points: Sequence[tuple[float, int]]) -> 
 def _check_lost(out: StepLog, before: int, after: int) -> None:
     lost = before - after
     out.check(
-        "nothing of the device's memory is lost",
+        "no device memory is lost",
         lost <= _LOST_BYTES,
         f"at most {_LOST_BYTES // _MIB} MiB less free than before",
         f"{lost / _MIB:,.1f} MiB less",
-        "after the worker gave back what it keeps for later calls",
+        "after the worker freed what it keeps for later calls",
     )
 
 

@@ -52,7 +52,7 @@ def _cut_by_worker(rig: Rig, out: StepLog, long: LongCall) -> None:
     told_s = time.monotonic() - start
     code = answer.code if isinstance(answer, DeviceFailed) else 0
     out.check(
-        "a call longer than its limit is given up",
+        "a call longer than its limit is ended",
         code == TIMED_OUT,
         f"the worker ends with {TIMED_OUT}",
         words(answer),

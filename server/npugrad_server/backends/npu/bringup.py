@@ -113,7 +113,7 @@ class NpuDevice:
             if index >= count:
                 found = f"{count} NPU{'s' * (count != 1)} for torch_npu"
                 raise DeviceUnusable(
-                    f"found {found}; expected one that is {self._place}", RestartPolicy.SLOWLY
+                    f"found {found}; expected {self._place} to be among them", RestartPolicy.SLOWLY
                 )
             npu.set_device(index)
             self.empty(1)  # the device is taken by its first use
@@ -147,7 +147,7 @@ class NpuDevice:
             # torch_npu does not notice that CANN has none left: it returns a tensor at address 0, and if it
             # got the tensor back, it would hand it to the next caller.
             self._void.append(owner)
-            raise AclError(_OUT_OF_MEMORY, "torch_npu's allocator of pinned memory", "it gave address 0")
+            raise AclError(_OUT_OF_MEMORY, "torch_npu's allocator of pinned memory", "it returned address 0")
         return PinnedBuffer(owner.data_ptr(), owner.numpy(), owner)
 
     def _allocate(self, nbytes: int, **where: Any) -> Any:
