@@ -168,7 +168,9 @@ def validate(
 ) -> None:
     """List every documented constraint that a call violates; no data is sent.
 
-    Exit status 0: the call is legal; 1: it is not, or the server failed; 2: wrong usage.
+    Exit status 0: the call is legal
+    Exit status 1: it is not, or the server failed
+    Exit status 2: wrong usage
     """
     with reporting():
         record, chosen = find_record(operator), _product(product)
@@ -307,8 +309,8 @@ def demo(
 ) -> None:
     """Run every operator on real input and check the results against the reference.
 
-    The TLS options apply to servers that --target names; a service that is started here is never encrypted,
-    whatever the environment says.
+    The TLS options are for servers that --target names; a service that is
+    started here is never encrypted, whatever the environment says.
     """
     from npugrad_client.demo import (
         ServiceFailed,

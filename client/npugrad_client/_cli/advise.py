@@ -56,11 +56,12 @@ def advise(
 ) -> None:
     """Run a PyTorch script and report which operators of its backward passes are worth offloading.
 
-    Calls of each kind are also sent a few times; the script itself keeps PyTorch's gradients. The
-    first backward pass is a warm-up. Later ones measure calls locally and sent, in turn.
+    Calls of each kind are also sent a few times; gradients stay PyTorch's.
+    The first backward pass is a warm-up; later, every second one sends its calls.
 
-    Exit status 0: there is advice; 1: the script or the server failed, or there was no backward pass; 2:
-    wrong usage.
+    Exit status 0: there is advice
+    Exit status 1: the script or the server failed, or there was no backward pass
+    Exit status 2: wrong usage
     """
     with reporting():
         if not script.is_file():

@@ -53,7 +53,15 @@ def _section(context: Any) -> str:
 
 
 def _prose(text: str) -> str:
-    return inspect.cleandoc(text).partition("\f")[0].replace("\b\n", "").strip()
+    paragraphs = inspect.cleandoc(text).partition("\f")[0].split("\n\n")
+    return "\n\n".join(map(_paragraph, paragraphs)).strip()
+
+
+def _paragraph(text: str) -> str:
+    """A paragraph; as a block where its lines stand for themselves, which the page would join."""
+    lines = text.removeprefix("\b\n")
+    is_list = all(line.startswith("Exit status ") for line in lines.splitlines())
+    return f"```text\n{lines}\n```" if lines != text or is_list else text
 
 
 def _row(param: Any, context: Any) -> str:
