@@ -172,6 +172,10 @@ _UNRESOLVED = re.compile(r"errors resolving|dns resolution failed", re.I)
 """gRPC's messages for a name without an address; those of 1.67 and 1.85 differ."""
 _NO_HTTP2 = re.compile(r"failed parsing http/2|http1\.x server", re.I)
 """gRPC's messages for bytes that do not start an HTTP/2 connection."""
+_REFUSED = re.compile(r"received rst_stream with error code 7\b", re.I)
+"""gRPC's message for REFUSED_STREAM. gRPC's servers send it if a connection has too many calls: one counts
+until the server has released it, so that a client which keeps to the limit can still exceed it."""
+_TOO_MANY = "its connection has too many calls, or a proxy there has lost its server"
 _BROKEN_OFF = re.compile(
     r"received rst_stream with error code [02578]\b|stream removed(?! \(rst_stream)|no status received"
     r"|internal error from core",
@@ -272,7 +276,7 @@ def _without_details(error: Any, attempt: Attempt, is_ours: bool) -> NpugradErro
     if cls is TlsError:
         text = f"no encrypted connection to {target}: {_hint(said)}"
     elif cls is ConnectError:
-        text = f"cannot reach {target}: {_connect_hint(said, attempt.is_encrypted)}"
+        text = _connect_text(target, said, attempt.is_encrypted)
     elif cls is DeadlineExceeded and attempt.timeout_s is not None:
         text = attempt.late_text()
     elif cls is UnsupportedOperator:
@@ -300,6 +304,12 @@ def _class_of(code: grpc.StatusCode, said: str, trailers: dict[str, Any]) -> typ
 def _hint(said: str) -> str:
     found = next((hint for word, hint in _HINTS.items() if word in said.lower()), None)
     return f"{found} (gRPC: {said})" if found else said
+
+
+def _connect_text(target: str, said: str, is_encrypted: bool) -> str:
+    if _REFUSED.search(said):
+        return f"the call was refused by {target}: {_TOO_MANY} (gRPC: {said})"
+    return f"cannot reach {target}: {_connect_hint(said, is_encrypted)}"
 
 
 def _connect_hint(said: str, is_encrypted: bool) -> str:
