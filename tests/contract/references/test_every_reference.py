@@ -297,11 +297,16 @@ def test_scratch_memory_stays_within_the_budget(derived: Derived, layout: str, d
         }
     metas = {name: meta for name, meta in derived.record.infer(call).items() if meta is not None}
     outputs = {name: np.empty(meta.shape, meta.dtype.numpy) for name, meta in metas.items()}
-    tracemalloc.start()
-    try:
-        reference_of(derived.record)(inputs, call.attrs, outputs, scratch_bytes=BUDGET)
-        peak_bytes = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
+    # The lowest of some runs: threads that other tests have left behind may allocate meanwhile.
+    peak_bytes = min(_peak_bytes(derived.record, inputs, call, outputs) for _ in range(3))
     # A few numbers come on top; blocks of a small part of the budget would be slow.
     assert BUDGET // 8 < peak_bytes <= BUDGET + BUDGET // 64
+
+
+def _peak_bytes(record: OpRecord, inputs: Operands, call: CallMeta, outputs: dict[str, Array]) -> int:
+    tracemalloc.start()
+    try:
+        reference_of(record)(inputs, call.attrs, outputs, scratch_bytes=BUDGET)
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
