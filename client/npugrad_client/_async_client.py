@@ -7,7 +7,6 @@ import time
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from npugrad.registry import REGISTRY
-from npugrad.representation import some
 from npugrad_client import _info
 from npugrad_client._async_transport import AsyncTransport
 from npugrad_client._batch import Batch, OnError
@@ -18,6 +17,7 @@ from npugrad_client._generated_ops import AsyncOperators
 from npugrad_client._plans import Plans
 from npugrad_client._profile import profiling
 from npugrad_client._retry import RETRY
+from npugrad_client._targets import target_repr
 
 if TYPE_CHECKING:
     import os
@@ -119,8 +119,7 @@ class AsyncClient(AsyncOperators):
 
     def __repr__(self) -> str:
         """Such as ``AsyncClient('localhost:50051')``."""
-        targets = self.target.split(", ")
-        return f"AsyncClient({some([repr(', '.join(targets[:3])), *targets[3:]], 1, '.target')})"
+        return f"AsyncClient({target_repr(self.target)})"
 
     async def close(self) -> None:
         """Closes the connection and cancels calls in flight.

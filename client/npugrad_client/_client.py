@@ -6,7 +6,6 @@ import time
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from npugrad.registry import REGISTRY
-from npugrad.representation import some
 from npugrad_client import _info
 from npugrad_client._batch import Batch, OnError
 from npugrad_client._call import finish
@@ -17,6 +16,7 @@ from npugrad_client._generated_ops import Operators
 from npugrad_client._plans import Plans
 from npugrad_client._profile import profiling
 from npugrad_client._retry import RETRY
+from npugrad_client._targets import target_repr
 from npugrad_client._transport import Transport
 
 if TYPE_CHECKING:
@@ -143,8 +143,7 @@ class Client(Operators):
 
     def __repr__(self) -> str:
         """Such as ``Client('localhost:50051')``."""
-        targets = self.target.split(", ")
-        return f"Client({some([repr(', '.join(targets[:3])), *targets[3:]], 1, '.target')})"
+        return f"Client({target_repr(self.target)})"
 
     def close(self) -> None:
         """Closes the connection and cancels calls in flight.

@@ -5,12 +5,20 @@ from __future__ import annotations
 import ipaddress
 import re
 
+from npugrad.representation import some
+
 DEFAULT_PORT = 50051
 """Default port of npugrad-server; gRPC's own default is that of HTTPS."""
 
 _URL = re.compile(r"(?P<scheme>https?|grpcs?|tcp|tls|h2c?)://(?P<rest>[^/?#]*)[/?#]?.*", re.I | re.S)
 _DNS = re.compile(r"dns:(//[^/]*/)?", re.I)
 _ENCRYPTED = ("https", "grpcs", "tls", "h2")
+
+
+def target_repr(target: str) -> str:
+    """The target as `repr` shows it: up to three addresses in quotes, and where the others are."""
+    addresses = target.split(", ")
+    return some([repr(", ".join(addresses[:3])), *addresses[3:]], 1, ".target")
 
 
 def complete_target(target: object) -> str:

@@ -37,5 +37,12 @@ def test_every_public_name_has_an_entry() -> None:
     assert names - apart | errors <= entries
 
 
+def test_each_exit_status_has_a_line_of_its_own() -> None:
+    """In a block: a page joins the lines of a paragraph."""
+    page = text_of("docs/reference/command-line.md")
+    assert "\nExit status 130: " in page
+    assert "Exit status" not in re.sub(r"```text\n.*?```", "", page, flags=re.DOTALL)
+
+
 def test_the_front_page_stays_short() -> None:
     assert len(text_of("README.md").splitlines()) <= 150

@@ -102,7 +102,9 @@ def test_a_call_is_refused_with_operator_and_version(
 
 @pytest.mark.parametrize("act", [sync_call, async_call])
 def test_so_is_a_question_about_it(older: ServerProcess, act: Callable[..., Any]) -> None:
-    with pytest.raises(UnsupportedOperator, match=r"^group_norm_backward: .* does not have this operator"):
+    with pytest.raises(
+        UnsupportedOperator, match=r"group_norm_backward: .* of version .* not have this operator"
+    ):
         act(older.address, "validate", {"operator": GROUP_NORM.name, **validation_of(GROUP_NORM)})
     found = act(older.address, "validate", {"operator": GRID_SAMPLER.name, **validation_of(GRID_SAMPLER)})
     assert found.status == 0

@@ -109,7 +109,7 @@ def test_attributes_are_parsed_by_their_kind(text: str, value: Any) -> None:
         ("alpha=int8:128", "a number, with a type such as float32:0.5"),
         ("alpha=int8:1.5", "a number, with a type such as float32:0.5"),
         ("alpha=:1", "a number, with a type such as float32:0.5"),
-        ('mode="a', "text, in double quotes if it is empty, is null or contains double quotes"),
+        ('mode="a', "text, in double quotes if it is empty or the word null, or has double quotes"),
     ],
 )
 def test_an_attribute_that_cannot_be_read_is_told(text: str, expected: str) -> None:

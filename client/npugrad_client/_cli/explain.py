@@ -258,5 +258,5 @@ def _constraint_text(record: OpRecord, constraint: Constraint) -> RenderableType
 
 def _vendor(constraint: Constraint) -> str:
     words = constraint.vendor_words
-    said = {"accepts": "accepts such a call", "varies": "answers differently from call to call"}
+    said = {"accepts": "accepts such a call", "varies": "answers differently depending on the call"}
     return f"the vendor's own source {said.get(words, f'returns {words}')}"

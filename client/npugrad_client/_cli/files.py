@@ -204,7 +204,7 @@ _FORMS = {
     "int64_array": "integers such as 2,3, [] or null",
     "float_array": "numbers such as 0.5,2, [] or null",
     "scalar": "a number, with a type such as float32:0.5 or without, or null",
-    "string": "text, in double quotes if it is empty, is null or contains double quotes",
+    "string": "text, in double quotes if it is empty or the word null, or has double quotes",
 }
 
 

@@ -49,4 +49,4 @@ def client_bound(result: Result) -> tuple[str, ...]:
     return tuple(reasons)
 
 
-ADVICE = "Use more --workers, fewer or smaller calls, or run the client on its own machine."
+ADVICE = "Use more --workers, send fewer or smaller calls, or run the client on its own machine."

@@ -195,7 +195,7 @@ def replace(attend: Attend, tell: Callable[[str, str], None]) -> None:
         found = list(_find())
     for place in found:
         if isinstance(place.recognised, str):
-            tell(f"left alone: {place.what}", f"{place.what} is not replaced: {place.recognised}")
+            tell(f"not replaced: {place.what}", f"{place.what} is not replaced: {place.recognised}")
     with _lock:
         _depth += 1
         for place in found:

@@ -123,7 +123,7 @@ def test_a_constraint_tells_code_rule_sources_and_both_sides(record: OpRecord, i
     ):
         assert words(piece) in text
     vendor = constraint.vendor_words
-    said_of = {"accepts": "accepts such a call", "varies": "answers differently from call to call"}
+    said_of = {"accepts": "accepts such a call", "varies": "answers differently depending on the call"}
     assert f"own source {said_of.get(vendor, f'returns {vendor}')}" in text
     assert ("both sides" in text) is bool(constraint.pick)
     assert words(constraint.pick) in text

@@ -63,8 +63,8 @@ def _killed_and_run_again(
     for job, future in waiting:
         wrong, _ = _outcome(future, job, limit_s)
         out.check(f"a call beside it: {job.name}", not wrong, "right", wrong or "right")
-    watch.check_back(out, "killed in mid-call")
-    _check_next(device, out, small, "killed in mid-call")
+    watch.check_back(out, "killed during a call")
+    _check_next(device, out, small, "killed during a call")
 
 
 def _killed_and_told(device: SupervisedDevice, out: StepLog, long: LongCall, small: list[KnownJob]) -> None:
@@ -117,7 +117,7 @@ def _check_next(device: SupervisedDevice, out: StepLog, small: list[KnownJob], n
 STEP = Step(
     10,
     "crash",
-    "A worker killed in mid-call",
+    "A worker killed during a call",
     "A worker that is killed is replaced; its calls are run again or fail with the documented error.",
     run,
 )
