@@ -376,7 +376,8 @@ def test_a_client_that_is_the_bottleneck_shows_no_figures(tmp_path: Path) -> Non
         done = run("bench", *load, target=service.address)
     told = failed(done, 4)
     assert told.startswith("No figures: the client was the bottleneck")
-    assert "calls were sent late: p50 found" in told
+    # Which share of a latency a late start is depends on the host.
+    assert "calls were sent late: p" in told or "worker 0 was busy: found" in told
     assert "Use more --workers" in told
     saved = json.loads(path.read_text("utf-8"))
     assert [each["kind"] for each in saved["flaws"]] == ["client_bound"]
