@@ -30,6 +30,8 @@ _QUIET_S = 1.0
 """Seconds a call waits for an unreachable server before a warning is logged, as for a mistyped address."""
 _LEAST_WAIT_S = 0.02
 """Minimum pause between tries at an unreachable server, whatever the policy says, so as not to flood it."""
+_TELLING_S = 0.1
+"""A last try with less time than this, cut off by the call's deadline, tells nothing about its server."""
 _MOST_DOUBLINGS = 60
 """Limit on doublings of a wait, which reaches its maximum long before; floats overflow at 1024."""
 
@@ -234,11 +236,13 @@ class RetrySchedule:
         is_lost = self._is_lost_by(error, server)
         is_message = isinstance(error, CallTooLarge) and error.is_message
         self._picker.ended(server, started, now, error)
-        error.tries = self.tries
         if is_lost and not isinstance(self._error, (ConnectError, ServerDraining)):
             self._lost_since = now
         self._free_tries += is_lost or is_message
-        self._error = error
+        is_cut_off = isinstance(error, DeadlineExceeded) and self._is_over(now) and now - started < _TELLING_S
+        if self._error is None or not is_cut_off:
+            self._error = error
+        self._error.tries = self.tries
         if is_message:  # it is streamed now, at once; a call is refused like this only once
             if not self._flying:
                 self._next_at = now

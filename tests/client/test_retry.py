@@ -168,6 +168,27 @@ def test_who_wakes_up_after_the_deadline_sends_nothing() -> None:
     assert hedged.next(5.1) == Wait(None)
 
 
+def test_a_last_try_with_hardly_any_time_left_does_not_hide_why_the_others_failed() -> None:
+    made = schedule(timeout_s=5)
+    launch(made, 0)
+    made.failed(1, ConnectError("gone"), 4.9)
+    launch(made, 4.96)
+    made.failed(2, DeadlineExceeded("no answer within 0.04 s"), 5)
+    with pytest.raises(ConnectError, match="gone") as caught:
+        made.next(5)
+    assert caught.value.tries == 2
+
+
+def test_a_last_try_that_had_time_tells_what_it_saw() -> None:
+    made = schedule(timeout_s=5)
+    launch(made, 0)
+    made.failed(1, ConnectError("gone"), 1)
+    launch(made, 1.5)
+    made.failed(2, DeadlineExceeded("no answer within 3.5 s"), 5)
+    with pytest.raises(DeadlineExceeded, match="no answer"):
+        made.next(5)
+
+
 def test_a_try_has_a_deadline_of_its_own() -> None:
     made = schedule(RetryPolicy(try_timeout_s=2, max_tries=3), timeout_s=3, servers=2)
     assert launch(made, 0).timeout_s == 2
