@@ -1,7 +1,7 @@
 """The command `npugrad-server`: serve, check, preflight, ops, acceptance.
 
-The options of `serve` and `check` are generated from the fields of `ServerSettings`. Exit codes: 0 ok, 1
-failed, 2 the command line or a setting is wrong.
+The options of `serve` and `check` are generated from the fields of `ServerSettings`. Exit status: 0 ok, 1
+failed, 2 the command line or, for `serve`, a setting is wrong.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import sys
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
@@ -27,11 +26,11 @@ from npugrad_server.app import serve as serve_until_ended
 from npugrad_server.cluster import (
     PROFILES,
     ClusterError,
-    PodRequest,
     ask_cluster,
     check_cluster,
     fitting_profile,
     read_cluster,
+    request_of,
 )
 from npugrad_server.config import (
     CONFIG_VARIABLE,
@@ -208,9 +207,7 @@ def preflight(
     try:
         cluster = ask_cluster() if not nodes else read_cluster(_text_of(nodes))
         profile = profile or fitting_profile(cluster)
-        request = PodRequest(cards, chip, architecture)
-        if profile == "cpu":
-            request = replace(request, cpus=4.0, memory_bytes=6 * 2**30)
+        request = request_of(profile, cards, chip, architecture)
         findings = check_cluster(cluster, profile, request, resource)
     except ClusterError as error:
         typer.echo(f"npugrad-server: {error}", err=True)
@@ -335,7 +332,8 @@ def acceptance(
 
 def _announce(settings: ServerSettings, address: Address) -> None:
     if settings.tls != "off":
-        ask = f"a certificate of {settings.tls_client_ca}" if settings.tls == "mutual" else "no certificate"
+        signed = f"a certificate signed by an authority in {settings.tls_client_ca}"
+        ask = signed if settings.tls == "mutual" else "no certificate"
         print(f"TLS is on; callers need {ask}")
     print(f"listening on {address}", flush=True)
 
@@ -352,7 +350,7 @@ def _loaded(flags: dict[str, Any], config: str | None) -> LoadedSettings:
 def _dtype_rows(record: OpRecord, product: Product) -> Iterator[tuple[str, str, str]]:
     """Rows of product, dtypes and the inputs that take them; only the first row names the product."""
     if product not in record.products:
-        yield str(product), "not there", ""
+        yield str(product), "not available", ""
         return
     groups: dict[str, list[str]] = {}
     for param in record.inputs:

@@ -26,12 +26,15 @@ _SLICE = re.compile(r"huawei\.com/Ascend\d+P?-\d+c.*")
 _OTHER_CHIPS = {
     "huawei.com/Ascend310": "Atlas inference cards, which do not have the operators",
     "huawei.com/Ascend310P": "Atlas inference cards, which do not have the operators",
-    "huawei.com/npu": "the 950 generation, whose operators no release has records of yet",
+    "huawei.com/npu": "cards of the 950 generation, which npugrad does not support yet",
 }
 _CHIPS = (("910b", "910b"), ("a3", "a3"), ("910c", "a3"), ("910a", "910"), ("910", "910"))
 """Part of a label or resource name, and the chip as in image tags; the first match wins."""
 _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-_UNITS = {"": 1, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+_UNITS = {
+    unit: 1000.0**power for power, unit in enumerate(("n", "u", "m", "", "k", "M", "G", "T", "P", "E"), -3)
+}
+_UNITS |= {f"{unit}i": 2.0 ** (10 * power) for power, unit in enumerate("KMGTPE", 1)}
 
 
 Problem = tuple[str, str, str]
@@ -61,6 +64,13 @@ class PodRequest:
     cpus: float = 8.0
     memory_bytes: float = 20 * 2**30
     runtime_class: str = ""
+
+
+def request_of(profile: str, cards: int, chip: str, architecture: str) -> PodRequest:
+    """The request of a pod whose memory and processors are the chart's defaults."""
+    if profile == "cpu":
+        return PodRequest(cards, chip, architecture, cpus=4.0, memory_bytes=6 * 2**30)
+    return PodRequest(cards, chip, architecture, memory_bytes=(16 + 4 * cards) * 2**30)
 
 
 @dataclass(frozen=True)
@@ -295,16 +305,14 @@ def _state(node: dict[str, Any]) -> list[Problem]:
     found = []
     conditions = {c.get("type"): c.get("status") for c in (node.get("status") or {}).get("conditions") or ()}
     if conditions and conditions.get("Ready") != "True":
-        found.append(
-            ("NODE_NOT_READY", "found it not Ready; expected Ready", "kubectl describe node tells why")
-        )
+        found.append(("NODE_NOT_READY", "the node is not Ready", "see kubectl describe node"))
     if spec.get("unschedulable"):
-        found.append(("CORDONED", "found it cordoned; expected it schedulable", "kubectl uncordon it"))
+        found.append(("CORDONED", "the node is cordoned", "kubectl uncordon it"))
     for taint in spec.get("taints") or ():
         key = taint.get("key", "")
         is_known = key in TOLERATED or key.startswith("node.kubernetes.io/")
         if taint.get("effect") in ("NoSchedule", "NoExecute") and not is_known:
-            text = f"found the taint {key}:{taint['effect']}; expected one that the chart tolerates"
+            text = f"the chart does not tolerate the taint {key}:{taint['effect']}"
             found.append(("TAINTED", text, f"add {key} to tolerations"))
     return found
 
@@ -350,10 +358,10 @@ def _used(cluster: Cluster) -> dict[tuple[str, str], float]:
 
 
 def _quantity(text: Any) -> float:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([a-zA-Z]*)", str(text))
-    if match is None or match[2] not in _UNITS:
+    match = re.fullmatch(r"\+?(\d+\.?\d*|\.\d+)(?:[eE]([+-]?\d{1,2})|([a-zA-Z]*))", str(text))
+    if match is None or (match[3] or "") not in _UNITS:
         raise ClusterError(f"found the quantity {text!r}; expected one of Kubernetes, such as 20Gi")
-    return float(match[1]) * _UNITS[match[2]]
+    return float(match[1]) * 10.0 ** int(match[2] or 0) * _UNITS[match[3] or ""]
 
 
 def _told(what: str, amount: float) -> str:

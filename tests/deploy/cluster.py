@@ -294,6 +294,8 @@ def _counted(cluster: Cluster, least: int) -> dict[str, Any]:
         try:
             assert process.stdout is not None
             for line in process.stdout:
+                if not line.startswith("{"):
+                    continue  # a log line: kubectl mixes both outputs of a container
                 counts: dict[str, Any] = json.loads(line)
                 if counts["calls"] >= least:
                     return counts

@@ -54,7 +54,7 @@ FEATURES: dict[str, dict[str, Any]] = {
         "prometheusRule": {"enabled": True, "labels": {"release": "prometheus"}},
         "dashboard": {"enabled": True},
         "grpcRoute": {"enabled": True, "parentRefs": [{"name": "gateway"}], "hostnames": ["npugrad.example"]},
-        "loadTest": {"enabled": True},
+        "loadTest": {"enabled": True, "image": "npugrad:bench", "clientSecretName": "load-test"},
         "topologySpreadConstraints": [
             {
                 "maxSkew": 1,

@@ -19,10 +19,11 @@ from kubernetes_validate.utils import all_versions, major_minor
 from packaging.version import Version
 from tests.deploy import cluster
 from tests.deploy.cluster import USAGE, load_of, main, secret_of
-from tests.deploy.releases import NAME, ROOT, render, values_of
+from tests.deploy.releases import MUTUAL, NAME, ROOT, render, values_of
 from tests.fix_server import run_server
 
 from npugrad_client.bench.slo import Slo
+from npugrad_server.cluster import request_of
 
 if TYPE_CHECKING:
     from tests.fix_tls import Certificates
@@ -112,7 +113,44 @@ def test_its_load_counts_calls_and_those_that_fail(certificates: Certificates, t
                 load.kill()
 
 
+@pytest.mark.parametrize(("profile", "cards"), [("mindcluster", 1), ("mindcluster", 4), ("cpu", 1)])
+def test_preflight_asks_for_what_a_pod_of_the_chart_requests(profile: str, cards: int) -> None:
+    values = values_of(profile, {} if profile == "cpu" else {"devices": {"count": cards}})
+    deployment = render(values)["Deployment", NAME]
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    wanted = request_of(profile, cards, "910b", "")
+    limits = container["resources"]["limits"]
+    assert (float(limits["cpu"]), limits["memory"]) == (
+        wanted.cpus,
+        f"{wanted.memory_bytes / 2**30:g}Gi",
+    )
+
+
+def test_the_chart_s_load_test_has_a_certificate_of_its_own_and_never_the_server_s_key() -> None:
+    """gRPC refuses the server's certificate from a client: cert-manager issues it for servers only."""
+    load_test = {"enabled": True, "image": "bench", "clientSecretName": "load-test"}
+    values = values_of("cpu", MUTUAL, {"loadTest": load_test})
+    pod = render(values)["Job", f"{NAME}-load-test"]["spec"]["template"]["spec"]
+    secrets = {each["name"]: each["secret"] for each in pod["volumes"] if "secret" in each}
+    mounted = {
+        each["mountPath"]: secrets[each["name"]]
+        for each in pod["containers"][0]["volumeMounts"]
+        if each["name"] in secrets
+    }
+    authority, own = mounted["/etc/npugrad/tls"], mounted["/etc/npugrad/client"]
+    assert (authority["secretName"], authority["items"]) == (
+        f"{NAME}-tls",
+        [{"key": "ca.crt", "path": "ca.crt"}],
+    )
+    assert own["secretName"] == "load-test"
+    args = pod["containers"][0]["args"]
+    paths = [arg.partition("=")[2] for arg in args if arg.startswith("--tls-")]
+    assert paths == [f"/etc/npugrad/{name}" for name in ("tls/ca.crt", "client/tls.crt", "client/tls.key")]
+
+
 def test_the_chart_s_own_load_test_has_objectives_that_bench_reads() -> None:
-    job = render(values_of("cpu", {"loadTest": {"enabled": True}}))["Job", f"{NAME}-load-test"]
+    values = values_of("cpu", {"loadTest": {"enabled": True, "image": "bench"}})
+    job = render(values)["Job", f"{NAME}-load-test"]
+    assert job["metadata"]["annotations"]["helm.sh/hook"] == "test"  # a Job in a release cannot be upgraded
     args = job["spec"]["template"]["spec"]["containers"][0]["args"]
     assert Slo.parse(args[args.index("--slo") + 1]).objectives

@@ -69,6 +69,8 @@ _WIDEST = 50
         ({"tenants": {"name": "mine"}}, "'name' not allowed"),
         ({"service": {"grpcPort": 80}}, "/service/grpcPort"),
         ({"podLabels": {"team": "computer vision"}}, "/podLabels/team"),
+        ({"podLabels": {"app.kubernetes.io/component": "mine"}}, "invalid propertyName"),
+        ({"podDisruptionBudget": {"maxUnavailable": "150%"}}, "/podDisruptionBudget/maxUnavailable"),
         ({"tolerations": [{"key": "npu", "effect": "NoScheduling"}]}, "/tolerations/0/effect"),
         ({"grpcRoute": {"parentRefs": [{"gateway": "edge"}]}}, "'gateway' not allowed"),
     ],
@@ -96,6 +98,14 @@ def test_schema_refuses_what_is_no_value(values: dict[str, Any], told: str) -> N
         ),
         ("cpu", {"tls": {"certificate": {"create": True}}}, "tls.certificate.issuer.name: found none"),
         ("cpu", {"tls": {"mutual": True}}, "tls.mutual: found true without"),
+        ("cpu", {"loadTest": {"enabled": True}}, "loadTest.image: found none"),
+        (
+            "cpu",
+            {**MUTUAL, "loadTest": {"enabled": True, "image": "bench"}},
+            "loadTest.clientSecretName: found none",
+        ),
+        ("cpu", {"grpcRoute": {"enabled": True}}, "grpcRoute.parentRefs: found none"),
+        ("dra", {"volcano": {"enabled": True}}, "volcano.enabled: found true with dra.enabled"),
         (
             "cpu",
             {"tenants": {"configMapName": "tenants"}},
@@ -206,6 +216,12 @@ def _agree_on_callers(values: dict[str, Any]) -> None:
         certificate["create"] = tls["enabled"]
         issuer = certificate.setdefault("issuer", {})
         issuer["name"] = issuer.get("name") or "internal"
+    load_test = values.setdefault("loadTest", {})
+    for name in ("image", "clientSecretName"):
+        load_test[name] = load_test.get(name) or "load-test"
+    route = values.get("grpcRoute", {})
+    route["enabled"] = bool(route.get("enabled") and route.get("parentRefs"))
+    values["grpcRoute"] = route
     sources = {name: text for name, text in values.pop("tenants", {}).items() if text and tls["mutual"]}
     values["tenants"] = dict(list(sources.items())[:1])
 
@@ -284,6 +300,7 @@ def _all_wrong(schema: Schema) -> Iterator[Any]:
             yield [wrong]
     if "propertyNames" in schema:
         yield {"no key": "text"}
+        yield from ({name: "text"} for name in schema["propertyNames"].get("not", {}).get("enum", ()))
 
 
 WRONG = [

@@ -196,6 +196,28 @@ def test_what_is_no_cluster_is_refused(text: str, told: str) -> None:
         read_cluster(text)
 
 
+@pytest.mark.parametrize(
+    ("quantity", "reasons_"),
+    [
+        ("1T", []),
+        ("2Pi", []),
+        ("1e12", []),
+        ("+1.5E3Gi", None),
+        ("21474836480", []),
+        ("20Gi", []),
+        ("20000000000u", ["NO_FREE_MEMORY"]),
+        ("19.5Gi", ["NO_FREE_MEMORY"]),
+        (".5E", []),
+    ],
+)
+def test_quantities_are_those_of_kubernetes(quantity: str, reasons_: list[str] | None) -> None:
+    if reasons_ is None:
+        with pytest.raises(ClusterError, match="found the quantity"):
+            reasons(node(memory=quantity))
+    else:
+        assert reasons(node(memory=quantity)) == reasons_
+
+
 def test_quantity_that_is_none_is_refused() -> None:
     with pytest.raises(ClusterError, match="'lots'"):
         reasons(node(memory="lots"))

@@ -4,7 +4,7 @@
 
 {{- define "npugrad.selector" -}}
 app.kubernetes.io/name: npugrad
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 app.kubernetes.io/component: server
 {{- end -}}
 
@@ -91,6 +91,21 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- end -}}
 {{- if and $v.tls.certificate.create (not $v.tls.certificate.issuer.name) -}}
 {{- fail "tls.certificate.issuer.name: found none; expected the name of a cert-manager issuer" -}}
+{{- end -}}
+{{- if not (regexMatch "^[a-z]([-a-z0-9]*[a-z0-9])?$" (include "npugrad.name" .)) -}}
+{{- fail (printf "release: found the name %q; expected lower-case letters, digits and hyphens, a letter first, or set nameOverride" .Release.Name) -}}
+{{- end -}}
+{{- if and $v.loadTest.enabled (not $v.loadTest.image) -}}
+{{- fail "loadTest.image: found none; expected an image built with EXTRAS=server,bench" -}}
+{{- end -}}
+{{- if and $v.grpcRoute.enabled (not $v.grpcRoute.parentRefs) -}}
+{{- fail "grpcRoute.parentRefs: found none; expected the Gateway that the route belongs to" -}}
+{{- end -}}
+{{- if and $v.volcano.enabled $v.dra.enabled -}}
+{{- fail "volcano.enabled: found true with dra.enabled: true; expected one of them, as each assigns the cards" -}}
+{{- end -}}
+{{- if and $v.loadTest.enabled $v.tls.mutual (not $v.loadTest.clientSecretName) -}}
+{{- fail "loadTest.clientSecretName: found none with tls.mutual; expected a Secret with the Job's own certificate" -}}
 {{- end -}}
 {{- $tenants := without (list $v.tenants.file $v.tenants.configMapName $v.tenants.secretName) "" -}}
 {{- if gt (len $tenants) 1 -}}
