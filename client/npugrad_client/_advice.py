@@ -203,7 +203,7 @@ class CallProfile:
 
     def _probe(self, request: BackwardCall, nbytes: int, local: Callable[[], object]) -> _Seen:
         if request.odd is not None:
-            return _Seen(request.odd, nbytes, "no dense CPU tensors")
+            return _Seen(request.odd, nbytes, "not dense CPU tensors")
         seen, begun = _Seen(describe(request.inputs), nbytes), self._clock()
         if len(self._seen) >= _MOST_KINDS:
             seen.why = _UNMEASURED

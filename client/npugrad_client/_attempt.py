@@ -91,11 +91,12 @@ class Attempt:
             return f"no answer from {self.target} within {deadline}"
         found, total = f"the deadline of {deadline} passed", bytes_text(self.upload_bytes)
         if self.sent_bytes == 0:
-            return f"{found} before any of {total} had gone to {self.target}"
+            return f"{found} before any of {total} had been sent to {self.target}"
         rate = self.sent_bytes / max(self.elapsed_s, 1e-9)
         return (
-            f"{found} after {bytes_text(self.sent_bytes)} of {total} had gone to {self.target} at "
-            f"{bytes_text(round(rate))}/s; all of it takes more than {self.upload_bytes / rate:.2g} s"
+            f"{found} after {bytes_text(self.sent_bytes)} of {total} had been sent to {self.target} at "
+            f"{bytes_text(round(rate))}/s; at that rate the upload alone takes "
+            f"{self.upload_bytes / rate:.2g} s"
         )
 
 

@@ -192,15 +192,15 @@ class Operators(ABC):
                 after an error. Missing ones are inferred.
             timeout_s: Deadline of the whole call in seconds; None for the client's default, math.inf for no
                 deadline.
-            deterministic: Request results that do not depend on the order of summation.
+            deterministic: Request bitwise reproducible results.
             priority: -100 to 100; calls of higher priority leave the queue first.
-            label: Name of the caller or experiment; labels get fair shares of the devices.
+            label: Name of the caller or experiment; a tenant's calls with different labels take turns.
             verify: Have the server recompute the call with its float64 reference and fail if the result
                 differs.
             progress: True, or a title, shows a progress bar with stage, bytes, rate and time left in a
                 terminal (on standard error) or notebook. A callable gets a `Progress` at each change of stage
-                and at most about 10 times a second, in a separate thread or on the event loop; an exception
-                it raises ends the call.
+                and at most about 10 times a second, in a separate thread (the last reports in the calling
+                thread) or on the event loop; an exception it raises ends the call.
 
         Returns:
             grad_value: (bs, nk, nh, ch), dtype of value. Gradient of value.
@@ -215,7 +215,7 @@ class Operators(ABC):
             MalformedTensor: Shape, strides and content of an operand are inconsistent.
             RecipeMismatch: The content generated from a `Recipe` does not match its digest.
             MalformedRequest: An option has the wrong type or is out of range.
-            UnsafeLevels: Level sizes or starts extend beyond the value tensor (NPU only).
+            UnsafeLevels: A level extends beyond the value tensor (checked by NPU devices only).
             OperatorError: The device does not support `deterministic` for this call.
             DeviceError: The device failed, or `verify` found a wrong result.
             TransportError: Connection, deadline, overload or shutdown; see `.retryable`.
@@ -291,15 +291,15 @@ class Operators(ABC):
                 after an error. Missing ones are inferred.
             timeout_s: Deadline of the whole call in seconds; None for the client's default, math.inf for no
                 deadline.
-            deterministic: Request results that do not depend on the order of summation.
+            deterministic: Request bitwise reproducible results.
             priority: -100 to 100; calls of higher priority leave the queue first.
-            label: Name of the caller or experiment; labels get fair shares of the devices.
+            label: Name of the caller or experiment; a tenant's calls with different labels take turns.
             verify: Have the server recompute the call with its float64 reference and fail if the result
                 differs.
             progress: True, or a title, shows a progress bar with stage, bytes, rate and time left in a
                 terminal (on standard error) or notebook. A callable gets a `Progress` at each change of stage
-                and at most about 10 times a second, in a separate thread or on the event loop; an exception
-                it raises ends the call.
+                and at most about 10 times a second, in a separate thread (the last reports in the calling
+                thread) or on the event loop; an exception it raises ends the call.
 
         Returns:
             input_grad: (N, C, H, W), dtype of input. Gradient of input.
@@ -387,15 +387,15 @@ class Operators(ABC):
                 after an error. Missing ones are inferred.
             timeout_s: Deadline of the whole call in seconds; None for the client's default, math.inf for no
                 deadline.
-            deterministic: Request results that do not depend on the order of summation.
+            deterministic: Request bitwise reproducible results.
             priority: -100 to 100; calls of higher priority leave the queue first.
-            label: Name of the caller or experiment; labels get fair shares of the devices.
+            label: Name of the caller or experiment; a tenant's calls with different labels take turns.
             verify: Have the server recompute the call with its float64 reference and fail if the result
                 differs.
             progress: True, or a title, shows a progress bar with stage, bytes, rate and time left in a
                 terminal (on standard error) or notebook. A callable gets a `Progress` at each change of stage
-                and at most about 10 times a second, in a separate thread or on the event loop; an exception
-                it raises ends the call.
+                and at most about 10 times a second, in a separate thread (the last reports in the calling
+                thread) or on the event loop; an exception it raises ends the call.
 
         Returns:
             grad_input: Shape of input, dtype of grad_out. Gradient of input.
@@ -485,15 +485,15 @@ class Operators(ABC):
                 after an error. Missing ones are inferred.
             timeout_s: Deadline of the whole call in seconds; None for the client's default, math.inf for no
                 deadline.
-            deterministic: Request results that do not depend on the order of summation.
+            deterministic: Request bitwise reproducible results.
             priority: -100 to 100; calls of higher priority leave the queue first.
-            label: Name of the caller or experiment; labels get fair shares of the devices.
+            label: Name of the caller or experiment; a tenant's calls with different labels take turns.
             verify: Have the server recompute the call with its float64 reference and fail if the result
                 differs.
             progress: True, or a title, shows a progress bar with stage, bytes, rate and time left in a
                 terminal (on standard error) or notebook. A callable gets a `Progress` at each change of stage
-                and at most about 10 times a second, in a separate thread or on the event loop; an exception
-                it raises ends the call.
+                and at most about 10 times a second, in a separate thread (the last reports in the calling
+                thread) or on the event loop; an exception it raises ends the call.
 
         Returns:
             dq: (B, H, N, M, D), dtype of query. Gradient of query.
@@ -595,15 +595,15 @@ class Operators(ABC):
                 after an error. Missing ones are inferred.
             timeout_s: Deadline of the whole call in seconds; None for the client's default, math.inf for no
                 deadline.
-            deterministic: Request results that do not depend on the order of summation.
+            deterministic: Request bitwise reproducible results.
             priority: -100 to 100; calls of higher priority leave the queue first.
-            label: Name of the caller or experiment; labels get fair shares of the devices.
+            label: Name of the caller or experiment; a tenant's calls with different labels take turns.
             verify: Have the server recompute the call with its float64 reference and fail if the result
                 differs.
             progress: True, or a title, shows a progress bar with stage, bytes, rate and time left in a
                 terminal (on standard error) or notebook. A callable gets a `Progress` at each change of stage
-                and at most about 10 times a second, in a separate thread or on the event loop; an exception
-                it raises ends the call.
+                and at most about 10 times a second, in a separate thread (the last reports in the calling
+                thread) or on the event loop; an exception it raises ends the call.
 
         Returns:
             grad_input: Shape and dtype of input. Gradient of input.
@@ -694,15 +694,15 @@ class Operators(ABC):
                 after an error. Missing ones are inferred.
             timeout_s: Deadline of the whole call in seconds; None for the client's default, math.inf for no
                 deadline.
-            deterministic: Request results that do not depend on the order of summation.
+            deterministic: Request bitwise reproducible results.
             priority: -100 to 100; calls of higher priority leave the queue first.
-            label: Name of the caller or experiment; labels get fair shares of the devices.
+            label: Name of the caller or experiment; a tenant's calls with different labels take turns.
             verify: Have the server recompute the call with its float64 reference and fail if the result
                 differs.
             progress: True, or a title, shows a progress bar with stage, bytes, rate and time left in a
                 terminal (on standard error) or notebook. A callable gets a `Progress` at each change of stage
-                and at most about 10 times a second, in a separate thread or on the event loop; an exception
-                it raises ends the call.
+                and at most about 10 times a second, in a separate thread (the last reports in the calling
+                thread) or on the event loop; an exception it raises ends the call.
 
         Returns:
             input_grad: (N, C, D, H, W), dtype of input. Gradient of input.
@@ -802,15 +802,15 @@ class AsyncOperators(ABC):
                 after an error. Missing ones are inferred.
             timeout_s: Deadline of the whole call in seconds; None for the client's default, math.inf for no
                 deadline.
-            deterministic: Request results that do not depend on the order of summation.
+            deterministic: Request bitwise reproducible results.
             priority: -100 to 100; calls of higher priority leave the queue first.
-            label: Name of the caller or experiment; labels get fair shares of the devices.
+            label: Name of the caller or experiment; a tenant's calls with different labels take turns.
             verify: Have the server recompute the call with its float64 reference and fail if the result
                 differs.
             progress: True, or a title, shows a progress bar with stage, bytes, rate and time left in a
                 terminal (on standard error) or notebook. A callable gets a `Progress` at each change of stage
-                and at most about 10 times a second, in a separate thread or on the event loop; an exception
-                it raises ends the call.
+                and at most about 10 times a second, in a separate thread (the last reports in the calling
+                thread) or on the event loop; an exception it raises ends the call.
 
         Returns:
             grad_value: (bs, nk, nh, ch), dtype of value. Gradient of value.
@@ -825,7 +825,7 @@ class AsyncOperators(ABC):
             MalformedTensor: Shape, strides and content of an operand are inconsistent.
             RecipeMismatch: The content generated from a `Recipe` does not match its digest.
             MalformedRequest: An option has the wrong type or is out of range.
-            UnsafeLevels: Level sizes or starts extend beyond the value tensor (NPU only).
+            UnsafeLevels: A level extends beyond the value tensor (checked by NPU devices only).
             OperatorError: The device does not support `deterministic` for this call.
             DeviceError: The device failed, or `verify` found a wrong result.
             TransportError: Connection, deadline, overload or shutdown; see `.retryable`.
@@ -894,15 +894,15 @@ class AsyncOperators(ABC):
                 after an error. Missing ones are inferred.
             timeout_s: Deadline of the whole call in seconds; None for the client's default, math.inf for no
                 deadline.
-            deterministic: Request results that do not depend on the order of summation.
+            deterministic: Request bitwise reproducible results.
             priority: -100 to 100; calls of higher priority leave the queue first.
-            label: Name of the caller or experiment; labels get fair shares of the devices.
+            label: Name of the caller or experiment; a tenant's calls with different labels take turns.
             verify: Have the server recompute the call with its float64 reference and fail if the result
                 differs.
             progress: True, or a title, shows a progress bar with stage, bytes, rate and time left in a
                 terminal (on standard error) or notebook. A callable gets a `Progress` at each change of stage
-                and at most about 10 times a second, in a separate thread or on the event loop; an exception
-                it raises ends the call.
+                and at most about 10 times a second, in a separate thread (the last reports in the calling
+                thread) or on the event loop; an exception it raises ends the call.
 
         Returns:
             input_grad: (N, C, H, W), dtype of input. Gradient of input.
@@ -984,15 +984,15 @@ class AsyncOperators(ABC):
                 after an error. Missing ones are inferred.
             timeout_s: Deadline of the whole call in seconds; None for the client's default, math.inf for no
                 deadline.
-            deterministic: Request results that do not depend on the order of summation.
+            deterministic: Request bitwise reproducible results.
             priority: -100 to 100; calls of higher priority leave the queue first.
-            label: Name of the caller or experiment; labels get fair shares of the devices.
+            label: Name of the caller or experiment; a tenant's calls with different labels take turns.
             verify: Have the server recompute the call with its float64 reference and fail if the result
                 differs.
             progress: True, or a title, shows a progress bar with stage, bytes, rate and time left in a
                 terminal (on standard error) or notebook. A callable gets a `Progress` at each change of stage
-                and at most about 10 times a second, in a separate thread or on the event loop; an exception
-                it raises ends the call.
+                and at most about 10 times a second, in a separate thread (the last reports in the calling
+                thread) or on the event loop; an exception it raises ends the call.
 
         Returns:
             grad_input: Shape of input, dtype of grad_out. Gradient of input.
@@ -1075,15 +1075,15 @@ class AsyncOperators(ABC):
                 after an error. Missing ones are inferred.
             timeout_s: Deadline of the whole call in seconds; None for the client's default, math.inf for no
                 deadline.
-            deterministic: Request results that do not depend on the order of summation.
+            deterministic: Request bitwise reproducible results.
             priority: -100 to 100; calls of higher priority leave the queue first.
-            label: Name of the caller or experiment; labels get fair shares of the devices.
+            label: Name of the caller or experiment; a tenant's calls with different labels take turns.
             verify: Have the server recompute the call with its float64 reference and fail if the result
                 differs.
             progress: True, or a title, shows a progress bar with stage, bytes, rate and time left in a
                 terminal (on standard error) or notebook. A callable gets a `Progress` at each change of stage
-                and at most about 10 times a second, in a separate thread or on the event loop; an exception
-                it raises ends the call.
+                and at most about 10 times a second, in a separate thread (the last reports in the calling
+                thread) or on the event loop; an exception it raises ends the call.
 
         Returns:
             dq: (B, H, N, M, D), dtype of query. Gradient of query.
@@ -1174,15 +1174,15 @@ class AsyncOperators(ABC):
                 after an error. Missing ones are inferred.
             timeout_s: Deadline of the whole call in seconds; None for the client's default, math.inf for no
                 deadline.
-            deterministic: Request results that do not depend on the order of summation.
+            deterministic: Request bitwise reproducible results.
             priority: -100 to 100; calls of higher priority leave the queue first.
-            label: Name of the caller or experiment; labels get fair shares of the devices.
+            label: Name of the caller or experiment; a tenant's calls with different labels take turns.
             verify: Have the server recompute the call with its float64 reference and fail if the result
                 differs.
             progress: True, or a title, shows a progress bar with stage, bytes, rate and time left in a
                 terminal (on standard error) or notebook. A callable gets a `Progress` at each change of stage
-                and at most about 10 times a second, in a separate thread or on the event loop; an exception
-                it raises ends the call.
+                and at most about 10 times a second, in a separate thread (the last reports in the calling
+                thread) or on the event loop; an exception it raises ends the call.
 
         Returns:
             grad_input: Shape and dtype of input. Gradient of input.
@@ -1265,15 +1265,15 @@ class AsyncOperators(ABC):
                 after an error. Missing ones are inferred.
             timeout_s: Deadline of the whole call in seconds; None for the client's default, math.inf for no
                 deadline.
-            deterministic: Request results that do not depend on the order of summation.
+            deterministic: Request bitwise reproducible results.
             priority: -100 to 100; calls of higher priority leave the queue first.
-            label: Name of the caller or experiment; labels get fair shares of the devices.
+            label: Name of the caller or experiment; a tenant's calls with different labels take turns.
             verify: Have the server recompute the call with its float64 reference and fail if the result
                 differs.
             progress: True, or a title, shows a progress bar with stage, bytes, rate and time left in a
                 terminal (on standard error) or notebook. A callable gets a `Progress` at each change of stage
-                and at most about 10 times a second, in a separate thread or on the event loop; an exception
-                it raises ends the call.
+                and at most about 10 times a second, in a separate thread (the last reports in the calling
+                thread) or on the event loop; an exception it raises ends the call.
 
         Returns:
             input_grad: (N, C, D, H, W), dtype of input. Gradient of input.

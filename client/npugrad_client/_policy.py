@@ -57,7 +57,7 @@ _REFUSALS = ("warn", "local", "raise")
 _ERRORS = ("raise", "local")
 _POLICIES = ("always", "faster")
 _SMALL = "smaller than min_bytes"
-_ODD = "no plain CPU tensors"
+_ODD = "not dense CPU tensors"
 _LACKING = "the server lacks it"
 
 
@@ -75,7 +75,7 @@ class Options(TypedDict, total=False):
 
     Attributes:
         timeout_s: Deadline of the whole call in seconds; None for the client's default.
-        deterministic: Request results that do not depend on the order of summation.
+        deterministic: Request bitwise reproducible results.
         priority: -100 to 100; calls of higher priority leave the queue first.
         label: Name of the caller or experiment.
         verify: Have the server recompute the call with its reference and fail if the result differs.

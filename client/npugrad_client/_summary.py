@@ -158,10 +158,10 @@ def _nothing(seen: tuple[str, ...] | None) -> str:
     if seen is None:
         return "No call was sent or run locally yet; calls that raised an error are not counted."
     if not seen:
-        return "Nothing was sent: no backward pass ran inside. Enter `remote` around backward()."
+        return "Nothing was sent: no backward pass ran inside. Call backward() inside `with remote(...)`."
     return (
         "Nothing was sent: this `remote` handled none of the backward operators that ran inside: "
-        f"{some(seen, _MOST_SEEN, '.seen')}. `npugrad ops` lists those of the service."
+        f"{some(seen, _MOST_SEEN, '.seen')}. `npugrad ops` lists the operators of the service."
     )
 
 
@@ -209,8 +209,8 @@ def _costs_sentences(summary: Summary) -> list[str]:
         parts.append(f"Sending saved {won_s:.3f} s." if won_s >= 0 else f"Sending cost {-won_s:.3f} s.")
     if unknown:
         parts.append(
-            f"How long {counted(unknown, 'sent call')} would have taken here is unknown: "
-            'remote(..., policy="faster") learns it, `npugrad advise` measures it.'
+            f"How long {counted(unknown, 'sent call')} would have taken here is unknown; "
+            'to find out, use remote(..., policy="faster") or `npugrad advise`.'
         )
     return parts
 

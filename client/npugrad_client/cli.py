@@ -221,7 +221,7 @@ def call(
     attr: Attr = None,
     dtype: Dtype = None,
     deterministic: Annotated[
-        bool, typer.Option("--deterministic", help="Ask for results that do not depend on summation order.")
+        bool, typer.Option("--deterministic", help="Ask for bitwise reproducible results.")
     ] = False,
     verify: Annotated[
         bool, typer.Option("--verify", help="Have the server check the results against the reference.")

@@ -14,7 +14,7 @@ NpugradError                    .reason .operator .retryable .tries .request_id 
 ├── RequestError                the call is malformed            .operand
 │   ├── MalformedTensor         shape, strides, dtype and content are inconsistent
 │   ├── MalformedRequest        an attribute is missing, of the wrong type or out of range
-│   ├── UnsafeLevels            level sizes or starts point outside the value tensor (NPU)
+│   ├── UnsafeLevels            a level extends beyond the value tensor (NPU; functions for PyTorch)
 │   ├── InvalidRecipe           a recipe is invalid
 │   └── RecipeMismatch          the generated content does not match the recipe's digest
 └── OperatorError               the operator rejects the call    .code .constraint .violations .source
@@ -24,10 +24,11 @@ NpugradError                    .reason .operator .retryable .tries .request_id 
     ├── UnsupportedOperator     the product or server lacks the operator
     └── DeviceError             a device failed; `.code` is the vendor's code if there is one
         ├── DeviceOutOfMemory   the device is out of memory; retry later
-        └── WorkerLost          the worker died each time the call was tried
+        └── WorkerLost          workers died while they ran the call
 
-A plain `NpugradError` means that the server failed or violated the protocol. Messages name the operator, the
-operand, what was found and what was expected. All can be pickled, except for `.cause`, the gRPC error.
+A plain `NpugradError` means that the server failed or violated the protocol. Messages of broken rules name
+the operator, the operand, what was found and what was expected. All can be pickled, except for `.cause`, the
+gRPC error.
 """
 
 from __future__ import annotations
@@ -154,14 +155,15 @@ _HINTS = {
 """What such a message means, as a hint for the user."""
 _CLOSED = ("socket closed", "connection reset")
 _CLOSED_HINTS = {
-    True: "it closed the connection, as a server does if it requires a client certificate, or another one",
+    True: "it closed the connection, as a server does if it requires a client certificate, or one from "
+    "another authority",
     False: "it closed the connection, as a server does if it only speaks TLS",
 }
 """By whether the client speaks TLS: with TLS 1.3, a rejected client learns nothing more."""
 _CONTRACT = server_pb2.DESCRIPTOR.package
 _NO_GRPC = (
     "what listens there does not speak HTTP/2, so it is not a gRPC server: perhaps a metrics port "
-    "(9464) or a web server. Use the address that npugrad-server prints as listening on, "
+    '(9464) or a web server. Use the address that npugrad-server prints after "listening on", '
     f"port {DEFAULT_PORT} by default"
 )
 _OTHER_CONTRACT = (

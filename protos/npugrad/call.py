@@ -24,7 +24,7 @@ class CallOptions:
     """Options of a call.
 
     Attributes:
-        deterministic: Request results that do not depend on the order of summation.
+        deterministic: Request bitwise reproducible results.
         priority: -100 to 100; calls of higher priority leave the queue first.
         label: Name of the caller or experiment, at most 64 printable ASCII characters; labels get fair shares
             of the devices.

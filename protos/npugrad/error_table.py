@@ -103,7 +103,8 @@ ERRORS: tuple[ErrorRow, ...] = (
         None,
         _INVALID,
         False,
-        "The request lacks an attribute or breaks the order of a stream.",
+        "The request does not parse, lacks an attribute, has one out of range, or breaks the order of a "
+        "stream.",
     ),
     ErrorRow(
         "CONTENT_UNSUPPORTED", None, "UNIMPLEMENTED", False, "The server does not take content of this kind."
@@ -144,14 +145,16 @@ ERRORS: tuple[ErrorRow, ...] = (
         None,
         "RESOURCE_EXHAUSTED",
         False,
-        "The call is larger than the server's memory.",
+        "The call can never fit: it exceeds the memory of the server or its devices, its tenant's quota "
+        "or, if unary, the message limit.",
     ),
     ErrorRow(
         "QUEUE_FULL",
         None,
         "RESOURCE_EXHAUSTED",
         True,
-        "The queue, or the memory for operands, messages or replies, is full now.",
+        "The server is at a limit now: of calls, uploads, the queue, or the memory for operands, messages or "
+        "replies.",
     ),
     ErrorRow(
         "QUOTA_EXCEEDED",
@@ -172,7 +175,8 @@ ERRORS: tuple[ErrorRow, ...] = (
         None,
         "PERMISSION_DENIED",
         False,
-        "The caller's verified identity names no tenant, or one that is not listed.",
+        "The caller is not listed and unlisted callers are refused, or the tenant header is missing, "
+        "repeated, invalid or not allowed from this caller.",
     ),
     ErrorRow(
         "DEVICE_OUT_OF_MEMORY",
@@ -196,12 +200,25 @@ ERRORS: tuple[ErrorRow, ...] = (
         None,
         "DEADLINE_EXCEEDED",
         False,
-        "The deadline passed before the result was ready.",
+        "The deadline passed, the call ran longer than the server allows, or the caller sent or read too "
+        "slowly.",
     ),
     ErrorRow("CANCELLED", None, "CANCELLED", False, "The caller cancelled the call."),
     ErrorRow("DRAINING", None, "UNAVAILABLE", True, "The server shut down before the call was answered."),
-    ErrorRow("NO_DEVICE", None, "UNAVAILABLE", True, "No device is ready."),
-    ErrorRow("WORKER_LOST", None, "UNAVAILABLE", False, "The worker died each time the call was tried."),
+    ErrorRow(
+        "NO_DEVICE",
+        None,
+        "UNAVAILABLE",
+        True,
+        "No device that can run the call is ready or starting.",
+    ),
+    ErrorRow(
+        "WORKER_LOST",
+        None,
+        "UNAVAILABLE",
+        False,
+        "Workers died while they ran the call, and it is not tried again.",
+    ),
     ErrorRow(
         "CIRCUIT_OPEN",
         None,

@@ -335,7 +335,7 @@ class MalformedTensor(RequestError):
 
 
 class UnsafeLevels(RequestError):
-    """Level sizes or starts point outside the value tensor (UNSAFE_LEVELS, NPU only).
+    """A level extends beyond the value tensor (UNSAFE_LEVELS; from NPU devices and `npugrad_client.torch`).
 
     Example:
         >>> try:
@@ -490,7 +490,7 @@ class DeviceOutOfMemory(DeviceError):
 
 
 class WorkerLost(DeviceError):
-    """The worker process died each time the call was tried (WORKER_LOST).
+    """Worker processes died while they ran the call, and it is not tried again (WORKER_LOST).
 
     Example:
         >>> try:

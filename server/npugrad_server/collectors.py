@@ -103,7 +103,11 @@ class PoolCollector(Collector):
                 stats.longest_wait_s,
             ),
             ("npugrad_running_calls", "Calls running on a device.", stats.running),
-            ("npugrad_open_circuits", "Signatures of tenants currently refused.", stats.open_circuits),
+            (
+                "npugrad_open_circuits",
+                "Open circuits: pairs of tenant and signature whose calls are refused now.",
+                stats.open_circuits,
+            ),
             ("npugrad_uploads", "Admitted calls whose operands are still being uploaded.", stats.uploads),
             ("npugrad_input_arena_used_bytes", "Operand memory in use.", stats.input_arena_used_bytes),
             ("npugrad_input_arena_bytes", "Total operand memory.", stats.input_arena_bytes),

@@ -187,8 +187,8 @@ class ServerSettings(BaseSettings):
         default=50.0,
         gt=0,
         description="Seconds for a client to read the reply of a unary call; then its connection is "
-        "closed, because gRPC cannot abandon a single reply. 5 s while others find no room in "
-        "front_memory_bytes.",
+        "closed, because gRPC cannot abandon a single reply. 5 s while front_memory_bytes "
+        "is short: over 70 % in use, or a call waits for room or was just refused.",
     )
     max_queue_depth: int = Field(
         default=256,
@@ -226,7 +226,8 @@ class ServerSettings(BaseSettings):
     hang_grace_s: float = Field(
         default=10.0,
         gt=0,
-        description="Seconds after its deadline at which a call that still runs has its worker killed.",
+        description="Seconds that a call may go on running after its deadline, or after its caller has left, "
+        "before its worker is killed.",
     )
     run_limit_s: float = Field(
         # torch_npu has CANN end an operator after 547 s with an error code that indicates a failed device, so
@@ -252,8 +253,9 @@ class ServerSettings(BaseSettings):
         default=0.0,
         ge=0,
         le=1,
-        description="Fraction of calls without `verify` whose results are compared with the reference "
-        "after they are answered, in a separate process, such as 0.001; 0: none.",
+        description="Fraction of calls without `verify` picked to be compared with the reference after "
+        "they are answered, in a separate process, such as 0.001; 0: none. A picked call is skipped if "
+        "that process is busy or the call is large.",
     )
     worker_start_timeout_s: float = Field(
         default=180.0,
@@ -264,7 +266,8 @@ class ServerSettings(BaseSettings):
     upload_idle_timeout_s: float = Field(
         default=60.0,
         gt=0,
-        description="Seconds an Execute call waits for the client's next chunk before it is ended.",
+        description="Seconds that an Execute call waits for the client's next chunk, or a unary call for its "
+        "whole message, before it is ended.",
     )
     reply_idle_timeout_s: float = Field(
         default=50.0,
@@ -313,21 +316,22 @@ class ServerSettings(BaseSettings):
     max_respawns: int = Field(
         default=10,
         ge=0,
-        description="Consecutive losses without a served call after which a device is down: calls do not "
-        "wait for it, but it is tried again.",
+        description="How often in a row a device's worker is replaced without serving a call; after the next "
+        "loss the device is down: calls do not wait for it, but it is tried again.",
     )
     circuit_deaths: int = Field(
         default=2,
         ge=0,
-        description="Workers that die within 60 s under calls of one caller and signature before such "
-        "calls are refused with CIRCUIT_OPEN for 10 s. 0 turns this off; use it only where devices often "
-        "fail on their own and every caller is trusted.",
+        description="Number of workers that must die within 60 s under one tenant's calls of the same "
+        "operator, types, shapes and attributes for such calls to be refused with CIRCUIT_OPEN for 10 s. 0 "
+        "turns this off; use it only where devices often fail on their own and every caller is trusted.",
     )
     liveness_down_limit_s: float | None = Field(
         default=None,
         gt=0,
-        description="Seconds without a ready device after which the liveness probe fails, so that "
-        "Kubernetes restarts the server; must be longer than a worker takes to start. Default: never.",
+        description="Seconds without a ready device, once one has been ready, after which the liveness "
+        "probe fails, so that Kubernetes restarts the server; must be longer than a worker takes to start. "
+        "Default: never.",
     )
 
     @field_validator("tls_certificate", "tls_key", "tls_client_ca", "tenants")

@@ -71,13 +71,14 @@ class Metrics(PoolObserver):
     def _make_call_counters(self, registry: CollectorRegistry) -> None:
         self._calls = CounterTally(
             "npugrad_calls",
-            "Calls answered, by gRPC status and error reason; device is empty for calls that never ran.",
+            "Calls answered, by gRPC status and error reason; device is empty for calls without a result.",
             ("method", "operator", "status", "reason", "device"),
             registry,
         )
         self._call_seconds = HistogramTally(
             "npugrad_call_seconds",
-            "Seconds from the arrival of a call to its answer, uploads included.",
+            "Seconds from the arrival of a call to its answer; of Execute with the upload, of a unary call "
+            "from when its whole message has arrived.",
             ("method", "operator"),
             registry,
             buckets=_SECONDS,
@@ -162,7 +163,7 @@ class Metrics(PoolObserver):
         )
         self._compared = Counter(
             "npugrad_compared_results",
-            "Calls whose results were compared with the reference, by kind (verify, sample) and result.",
+            "Calls picked for comparison with the reference, by kind (verify, sample) and result.",
             ("device", "kind", "result"),
             registry=registry,
         )
@@ -174,7 +175,8 @@ class Metrics(PoolObserver):
         )
         self._lost = Counter(
             "npugrad_workers_lost",
-            "Worker processes that ended unexpectedly.",
+            "Worker processes that died, failed to start, or were killed by the server, except at its "
+            "shutdown.",
             ("device",),
             registry=registry,
         )
@@ -187,7 +189,8 @@ class Metrics(PoolObserver):
         )
         self._rejected = Counter(
             "npugrad_device_rejections",
-            "Calls that passed validation but a device rejected; each is a bug in an operator record.",
+            "Calls that passed validation but failed on a device with an aclnn code; 161001, 161002 and "
+            "561002 mean a bug in an operator record.",
             ("operator", "code"),
             registry=registry,
         )

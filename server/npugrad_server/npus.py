@@ -95,7 +95,8 @@ def find_npus(timeout_s: float = PROBE_TIMEOUT_S, device_folder: Path = Path("/d
     except ValueError:
         words = " ".join(stderr.split())[-_MAX_WORDS:]
         return NpuReport(
-            problems=(f"looking for NPUs ended with status {done.returncode}: {words}",), device_nodes=nodes
+            problems=(f"the process that looks for NPUs exited with status {done.returncode}: {words}",),
+            device_nodes=nodes,
         )
     return NpuReport(
         count=found["count"],

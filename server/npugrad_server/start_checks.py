@@ -208,7 +208,8 @@ def _tls(settings: ServerSettings) -> list[StartFinding]:
     if files is None:
         return [StartFinding(True, "TLS: off")]
     own = files.facts[0]
-    callers = f"one of {settings.tls_client_ca!r}" if settings.tls == "mutual" else "none"
+    signed = f"a certificate signed by an authority in {settings.tls_client_ca!r}"
+    callers = signed if settings.tls == "mutual" else "no certificate"
     return [
         StartFinding(
             True,
@@ -266,5 +267,7 @@ def _missing_operators(pool: DevicePool, product: Product) -> list[StartFinding]
     """Operators of the product that no device can run: never all of them, or no device would be ready."""
     known = [name for name, record in OPERATORS.items() if product in record.products]
     return [
-        StartFinding(True, f"no {name}: {reason}") for name in known if (reason := pool.unavailable(name))
+        StartFinding(True, f"{name} is not available: {reason}", optional=True)
+        for name in known
+        if (reason := pool.unavailable(name))
     ]

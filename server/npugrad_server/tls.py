@@ -129,10 +129,10 @@ def _certificates(name: str, path: str, content: bytes, problems: list[str]) -> 
     try:
         found = x509.load_pem_x509_certificates(content)
     except ValueError:
-        problems.append(f"{name}: found no certificate in {path!r}; expected one in PEM")
+        problems.append(f"{name}: {path!r} holds no certificate in PEM")
         return ()
     if len(found) < count:  # a block without an end is skipped
-        problems.append(f"{name}: found {len(found)} whole certificates of {count} in {path!r}; expected all")
+        problems.append(f"{name}: {path!r} holds only {len(found)} whole certificates of {count}")
     return found
 
 
@@ -144,23 +144,22 @@ def _check_leaf(path: str, leaf: Certificate, now: datetime, problems: list[str]
     from cryptography import x509
     from cryptography.x509.oid import ExtendedKeyUsageOID
 
-    about = f"tls_certificate: found in {path!r} a certificate"
+    about = f"tls_certificate: the certificate in {path!r}"
     if now > leaf.not_valid_after_utc:
-        problems.append(f"{about} that expired at {when(leaf.not_valid_after_utc)}; expected a valid one")
+        problems.append(f"{about} expired at {when(leaf.not_valid_after_utc)}")
     if now < leaf.not_valid_before_utc:
-        start = when(leaf.not_valid_before_utc)
-        problems.append(f"{about} that is not valid before {start}; expected one that is valid now")
+        problems.append(f"{about} is not valid before {when(leaf.not_valid_before_utc)}")
     try:
         usages = leaf.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
     except x509.ExtensionNotFound:  # valid for any use
         return
     except ValueError as error:
-        problems.append(f"{about} with extensions that cannot be read ({error}); expected one that can")
+        problems.append(f"{about} has extensions that cannot be read: {error}")
         return
     wanted = (ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.ANY_EXTENDED_KEY_USAGE)
     if not any(usage in wanted for usage in usages):
         names = ", ".join(usage._name for usage in usages)
-        problems.append(f"{about} for {names}; expected the extended key usage serverAuth")
+        problems.append(f"{about} is for {names}; a server needs the extended key usage serverAuth")
 
 
 def _check_key(settings: ServerSettings, leaf: Certificate, content: bytes, problems: list[str]) -> None:
@@ -172,12 +171,11 @@ def _check_key(settings: ServerSettings, leaf: Certificate, content: bytes, prob
         key = load_pem_private_key(content, None)
         matches = key.public_key() == leaf.public_key()
     except (ValueError, TypeError, UnsupportedAlgorithm):  # TypeError: it is encrypted
-        problems.append(f"tls_key: found no private key in {path!r}; expected one in PEM, not encrypted")
+        problems.append(f"tls_key: {path!r} holds no unencrypted private key in PEM")
         return
     if not matches:
         problems.append(
-            f"tls_key: found in {path!r} the key of another certificate; expected that of "
-            f"{settings.tls_certificate!r}"
+            f"tls_key: the key in {path!r} does not belong to the certificate in {settings.tls_certificate!r}"
         )
 
 
@@ -188,8 +186,7 @@ def _check_authorities(
     if not any(one.not_valid_before_utc <= now <= one.not_valid_after_utc for one in authorities):
         last = max(one.not_valid_after_utc for one in authorities)
         problems.append(
-            f"tls_client_ca: found in {path!r} no authority that is valid now, the last until {when(last)}; "
-            "expected one"
+            f"tls_client_ca: no authority in {path!r} is valid now; the latest expiry is {when(last)}"
         )
 
 

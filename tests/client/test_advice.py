@@ -208,7 +208,7 @@ def test_what_is_odd_is_not_even_tried() -> None:
     world = World({"norm": 1.0}, {"norm": 1.0})
     world.step(Request(odd="input: found a sparse tensor"))
     (row,) = world.profile.advice().rows
-    assert (row.kind, row.why, row.bytes) == ("input: found a sparse tensor", "no dense CPU tensors", 0)
+    assert (row.kind, row.why, row.bytes) == ("input: found a sparse tensor", "not dense CPU tensors", 0)
     assert world.sent == []
 
 

@@ -147,7 +147,9 @@ def web_port(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @WAYS
 def test_a_port_that_speaks_http1_is_told_from_a_server(web_port: str, stream_from_bytes: int) -> None:
-    expected = rf"cannot reach {web_port}: what listens there does not speak HTTP/2.*listening on, port 50051"
+    expected = (
+        rf"cannot reach {web_port}: what listens there does not speak HTTP/2.*listening on., port 50051"
+    )
     with (
         Client(web_port, stream_from_bytes=stream_from_bytes) as client,
         pytest.raises(ConnectError, match=expected) as caught,

@@ -316,7 +316,7 @@ GONE = (
         down=("npu:4",),
         damaged=("npu:4",),
         server=HOSPICE,
-        log=("npu:4: down, quarantined: ", "returned 507054"),
+        log=("npu:4: down, damaged, not tried again: ", "returned 507054"),
     ),
     FaultCase(
         "all-devices-down",

@@ -25,7 +25,7 @@ _PAST: dict[str, Any] = {
     "not_before": datetime.datetime(2020, 1, 1, tzinfo=datetime.timezone.utc),
     "not_after": datetime.datetime(2021, 1, 1, tzinfo=datetime.timezone.utc),
 }
-_WANTS_ANOTHER = "as a server does if it requires a client certificate, or another one (gRPC: "
+_WANTS_ANOTHER = "as a server does if it requires a client certificate, or one from another authority (gRPC: "
 
 
 @pytest.fixture(scope="module")

@@ -44,7 +44,7 @@ def test_ops_shows_every_operator_with_its_dtypes_by_product() -> None:
         assert head == f"{record.name} ({record.aclnn_name})"
         shown = dict(re.split(r"\s{2,}", row.strip())[:2] for row in rows if row[2] != " ")
         leader = record.inputs[0].dtypes
-        assert shown == {str(p): ", ".join(leader[p]) if p in leader else "not there" for p in Product}
+        assert shown == {str(p): ", ".join(leader[p]) if p in leader else "not available" for p in Product}
 
 
 def test_ops_fits_a_terminal_of_80_columns() -> None:

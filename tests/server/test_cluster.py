@@ -205,8 +205,8 @@ def test_what_is_no_cluster_is_refused(text: str, told: str) -> None:
         ("+1.5E3Gi", None),
         ("21474836480", []),
         ("20Gi", []),
-        ("20000000000u", ["NO_FREE_MEMORY"]),
-        ("19.5Gi", ["NO_FREE_MEMORY"]),
+        ("20000000000u", ["NO_FREE_MEMORY", "NO_NODE"]),
+        ("19.5Gi", ["NO_FREE_MEMORY", "NO_NODE"]),
         (".5E", []),
     ],
 )

@@ -56,10 +56,11 @@ def advise(
 ) -> None:
     """Run a PyTorch script and report which operators of its backward passes are worth offloading.
 
-    Calls of each kind are also sent a few times; gradients stay PyTorch's.
-    The first backward pass is a warm-up; later, every second one sends its calls.
+    A few calls of each kind are also sent, to time them; the gradients are PyTorch's.
+    The first backward pass is a warm-up; from the third on, every second one also
+    sends its calls.
 
-    Exit status 0: there is advice
+    Exit status 0: the advice was printed
     Exit status 1: the script or the server failed, or there was no backward pass
     Exit status 2: wrong usage
     """
@@ -122,7 +123,7 @@ def _show_rows(rows: tuple[KindAdvice, ...]) -> None:
 
 def _sentences(advice: Advice) -> list[str]:
     """The conclusions from the table, in words."""
-    step = "" if advice.step_s is None else f", a step {_ms(advice.step_s)}"
+    step = "" if advice.step_s is None else f"; a step takes {_ms(advice.step_s)}"
     known = f"{_ms(advice.known_s)} of it in operators that the service offers"
     lines = [f"A backward pass takes {_ms(advice.backward_s)} here, {known}{step}."]
     if not any(row.remote_s is not None for row in advice.rows):
@@ -136,7 +137,7 @@ def _sentences(advice: Advice) -> list[str]:
     least = min(row.bytes for row in sent)
     small = ", min_bytes=0" if least < MIN_BYTES else ""
     lines.append(
-        f"With only those sent that save time, about {_ms(advice.advised_s)}: "
+        f"Sending only those that save time, it would take about {_ms(advice.advised_s)}: "
         f'remote(client, policy="faster"{small}).'
     )
     return lines

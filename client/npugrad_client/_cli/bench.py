@@ -64,8 +64,8 @@ def bench(
         str,
         typer.Option(
             metavar="NAME|SIZES",
-            help="small (the default), medium, large, a model's, or sizes by name: "
-            "n=8,c=320,hxw=4096,group=32; shapes as 8x1024, lists as levels=50x67,25x34.",
+            help="small (the default), medium, large, a model's size such as detr-decoder, or explicit "
+            "sizes: n=8,c=320,hxw=4096,group=32; shapes as 8x1024, lists as levels=50x67,25x34.",
         ),
     ] = "",
     dtype: Annotated[str, typer.Option(help="Element type; the operator's first one by default.")] = "",
@@ -90,7 +90,7 @@ def bench(
     warm_up: Annotated[str, typer.Option(help="Time to run before measuring, such as 5s.")] = "",
     workers: Annotated[int | None, typer.Option(help="Number of processes that send calls.")] = None,
     max_in_flight: Annotated[
-        int | None, typer.Option(help="Open loop: most calls in flight; more are dropped and counted.")
+        int | None, typer.Option(help="Open loop: maximum calls in flight; others are dropped and counted.")
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Seed for operands, arrivals and the mix.")] = None,
     inputs: Annotated[
@@ -370,7 +370,8 @@ def compare(
     allow_flawed: Annotated[
         bool,
         typer.Option(
-            "--allow-flawed", help="Also compare runs that were interrupted, died or measured the client."
+            "--allow-flawed",
+            help="Also compare runs that were interrupted, died or were limited by the client.",
         ),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")] = False,

@@ -16,15 +16,15 @@ STATUSES: Mapping[int, str] = {
     FAILED: "no answers, or calls failed and no objective allows failures",
     USAGE: "wrong usage",
     MISSED: "an objective was missed",
-    INVALID: "the client was the bottleneck, or a search did not settle",
+    INVALID: "the client was the bottleneck, or a search did not converge",
     INTERRUPTED: "interrupted, by Ctrl-C or SIGTERM",
     DIED: "died: the first call failed, or a process of the load test ended",
-    GIVEN_UP: "given up at a second interrupt",
+    GIVEN_UP: "stopped at once by a second interrupt",
 }
 OF_COMPARE: Mapping[int, str] = {
     0: "no difference, or faster",
     FAILED: "failed",
-    USAGE: "wrong usage, runs of different scenarios, or a flawed run",
+    USAGE: "wrong usage, runs of different scenarios, a flawed run, or one with too few windows",
     MISSED: "slower, or more errors",
     INVALID: "too short or too unsteady to tell",
 }

@@ -37,14 +37,14 @@ def client_bound(result: Result) -> tuple[str, ...]:
             late_s, limit_s = late.percentile_s(percentile), max(share * latency, _SLACK_S)
             if late_s > limit_s:
                 reasons.append(
-                    f"{what} late: p{percentile:g} found {format_seconds(late_s)}; "
-                    f"expected at most {format_seconds(limit_s)}"
+                    f"{what} late: by {format_seconds(late_s)} at p{percentile:g} "
+                    f"(limit: {format_seconds(limit_s)})"
                 )
     for worker, cpu in enumerate(result.cpus):
         if cpu.loop_share > _LOOP_SHARE:
             reasons.append(
-                f"worker {worker} was busy: found {format_share(cpu.loop_share)} of the time; "
-                f"expected at most {format_share(_LOOP_SHARE)}"
+                f"the event loop of worker {worker} was busy {format_share(cpu.loop_share)} of the time "
+                f"(limit: {format_share(_LOOP_SHARE)})"
             )
     return tuple(reasons)
 

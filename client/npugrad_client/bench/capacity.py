@@ -53,7 +53,7 @@ def judge(result: Result, rate: float, slo: Slo) -> CapacityTrial:
     complaints = [str(outcome) for outcome in slo.judge(result) if not outcome.is_met]
     grown, allowed = backlog_growth(result), _allowed_growth(result)
     if grown > allowed:
-        complaints.append(f"queue: found {grown} more calls at the end; expected at most {allowed:.0f} more")
+        complaints.append(f"the queue grew by {grown} calls (limit: {allowed:.0f})")
     return CapacityTrial(rate, tuple(complaints), client_bound(result), result.throughput_per_s)
 
 
@@ -149,7 +149,7 @@ class Capacity:
         elif self.is_interrupted:
             text += "; interrupted: the capacity may be higher, and was not confirmed"
         elif not self.is_settled:
-            text += "; not settled: the server is too unsteady, or the trials too short"
+            text += "; not converged: the server is too unsteady, or the trials too short"
         return text
 
     def as_dict(self) -> dict[str, Any]:

@@ -25,7 +25,7 @@ STAGE_NAMES = {
     "copy_in": "copy in",
     "run": "run",
     "copy_out": "copy out",
-    "elsewhere": "network, front, client",
+    "elsewhere": "network, front process, client",
 }
 CLOSED_CAUTION = (
     "A closed loop waits for each answer before it sends again, so it leaves out the calls that callers on a "
@@ -250,7 +250,7 @@ def _parts(title: str, what: str, parts: dict[str, Part], result: Result) -> str
         )
         for name, part in sorted(parts.items())
     ]
-    table = _table((what, "answers", "not served", "of a device", "p50", "p99", "max"), rows)
+    table = _table((what, "answers", "not served", "device time", "p50", "p99", "max"), rows)
     return f"<h2>{title}</h2>{bar_chart(f'Answers a second by {what}', bars)}{table}"
 
 
@@ -272,7 +272,7 @@ def _facts(result: Result) -> str:
         for a, b, s in scenario["load"]
     )
     workloads = "; ".join(
-        f"{w['weight']:g} x {w['name']} ({w['request_bytes']:,} bytes there, {w['response_bytes']:,} back)"
+        f"{w['weight']:g} x {w['name']} ({w['request_bytes']:,} bytes sent, {w['response_bytes']:,} received)"
         for w in scenario["workloads"]
     )
     busy = ", ".join(f"{cpu.loop_share:.0%}" for cpu in result.cpus)
@@ -281,7 +281,7 @@ def _facts(result: Result) -> str:
         ("warm-up", f"{scenario['warm_up_s']:g} s"),
         ("mix", workloads),
         ("deadline of a call", f"{scenario['timeout_s']:g} s"),
-        ("most in flight", str(scenario["max_in_flight"]) if not result.is_closed else "as the load says"),
+        ("most in flight", str(scenario["max_in_flight"]) if not result.is_closed else "set by the load"),
         ("seed", str(scenario["seed"])),
         ("client", f"{scenario['workers']} worker(s), event loop busy {busy}; {_versions(environment)}"),
         ("inputs", "; ".join(dict.fromkeys(told_inputs(w) for w in scenario["workloads"]))),
@@ -295,7 +295,7 @@ def _facts(result: Result) -> str:
 def told_inputs(workload: Mapping[str, Any]) -> str:
     """Describes where the operands of a workload come from."""
     if workload["inputs"] == "data":
-        return "operands travel"
+        return "operands are sent with each call"
     return f"operands are made by the server{', which checks their digests' if workload['digest'] else ''}"
 
 

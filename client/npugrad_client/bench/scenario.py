@@ -69,10 +69,10 @@ class WeightedWorkload:
         dtype: Element type; empty for the operator's first one.
         size: One of the sizes that the operator's record names; ignored if `sizes` are given.
         sizes: Keywords of the operator's `build`; empty for those of `size`.
-        label: Label of the calls: the tenant, for a server that shares its devices fairly.
+        label: Label of the calls; a tenant's calls with different labels take turns.
         priority: Priority of the calls, -100 to 100.
         weight: Share of the mix, relative to the other workloads.
-        deterministic: Whether the calls ask for results that do not depend on the order of summation.
+        deterministic: Whether the calls ask for bitwise reproducible results.
         inputs: ``"data"``: operands are sent with each call. ``"recipe"``: the server makes them from a few
             numbers, so that no operand is sent.
         digest: Whether each recipe has a digest, so that the server proves that it made the same bits.
@@ -104,7 +104,8 @@ class WeightedWorkload:
         check(self.dtype in supported, "dtype", self.dtype, ", ".join(supported))
         check(math.isfinite(self.weight) and self.weight > 0, "weight", self.weight, "a number above 0")
         check(self.inputs in INPUTS, "inputs", self.inputs, ", ".join(INPUTS))
-        check(not self.digest or self.inputs == "recipe", "inputs", self.inputs, "recipe, with a digest")
+        if self.digest and self.inputs != "recipe":
+            raise ScenarioError("digest: needs recipes as inputs")
         problem = CallOptions(priority=self.priority, label=self.label).problem()
         if problem is not None:
             raise ScenarioError(f"{problem[0]}: {problem[1]}")

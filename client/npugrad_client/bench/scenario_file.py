@@ -1,30 +1,6 @@
 """Scenarios as YAML files, and those that come with the package.
 
-    name: detector
-    workloads:
-      - operator: multi_scale_deformable_attention_grad
-        sizes: {bs: 2, nq: 300, nh: 8, ch: 32, levels: [[50, 67], [25, 34]], points: 4}
-        dtype: bfloat16
-        label: training
-        priority: 10
-        weight: 3
-        inputs: recipe             # the server makes the operands; by default `data`: they are sent
-        digest: true               # and proves that it made the same bits
-    arrival: poisson               # constant, poisson, closed, or {trace: FILE.csv, speed: 2}
-    load:
-      - {rate: 50, duration: 30s}
-      - {rate: [50, 200], duration: 1m}          # a ramp; in a closed loop `concurrency`
-    warm_up: 5s
-    slo: p99=50ms,errors=0.1%
-
-Instead of `sizes`, an entry may name a size of the operator's record (`size: small`), and `operator: all`
-stands for one entry per operator.
-
-Durations have a unit: us, ms, s, m or h. `inputs` and `digest` next to `workloads` apply to each workload
-that does not set them itself.
-
-A trace is a text file with one call per line: seconds from its start, ascending, and after a comma the name
-of a workload, unless that is to be drawn from the mix.
+The load testing guide describes their format.
 """
 
 from __future__ import annotations
@@ -130,7 +106,7 @@ def read_text(path: Path, expected: str) -> str:
         return path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8"
-        raise ScenarioError(f"{path}: found {reason}; expected {expected}") from None
+        raise ScenarioError(f"{path}: cannot be read ({reason}); give {expected}") from None
 
 
 def scenario_from(document: Any, folder: Path, default_name: str = "") -> Scenario:
@@ -278,7 +254,8 @@ def read_trace(path: Path, names: Sequence[str], speed: float = 1.0) -> tuple[tu
         check(last <= seconds < math.inf, f"{path}:{number}", time, "seconds, ascending from 0")
         check(not name or name in names, f"{path}:{number}", name, f"one of {', '.join(names)}")
         arrivals.append((seconds, names.index(name) if name else -1))
-    check(bool(arrivals), str(path), "no call", "one a line")
+    if not arrivals:
+        raise ScenarioError(f"{path}: has no calls; write one per line")
     return tuple(arrivals)
 
 

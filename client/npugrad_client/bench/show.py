@@ -110,7 +110,7 @@ def show_trial(console: Console, trial: CapacityTrial) -> None:
     """Prints one run of a search."""
     said = "met" if trial.is_met else f"missed: {'; '.join(trial.complaints)}"
     if trial.client_bound:
-        said = f"no trial, the client was the bottleneck: {'; '.join(trial.client_bound)}"
+        said = f"not counted, the client was the bottleneck: {'; '.join(trial.client_bound)}"
     console.print(f"{trial.rate:8.4g}/s  {trial.throughput_per_s:8.1f}/s answered  {said}", soft_wrap=True)
 
 

@@ -46,7 +46,7 @@ def parse_sizes(record: OpRecord, text: str) -> dict[str, Any]:
                 f"{record.name}: {shown(name)[1:-1]}: found {shown(item)}; expected one of {', '.join(forms)}"
             )
         if name in sizes:
-            raise ScenarioError(f"{record.name}: {name}: found {name} twice; expected it once")
+            raise ScenarioError(f"{record.name}: {name} is given twice")
         read, expected = _READERS[forms[name]]
         try:
             sizes[name] = read(value)
@@ -55,7 +55,7 @@ def parse_sizes(record: OpRecord, text: str) -> dict[str, Any]:
     missing = [name for name in required if name not in sizes]
     if missing:
         raise ScenarioError(
-            f"{record.name}: {', '.join(missing)}: found none; expected {', '.join(required)}, "
+            f"{record.name}: {', '.join(missing)} missing; give {', '.join(required)}, "
             f"as in {example(record)}"
         )
     return sizes

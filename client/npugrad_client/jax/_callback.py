@@ -34,7 +34,7 @@ class Service:
         client: Client to call the service with.
         policies: What to do with calls that are small, rejected or fail.
         timeout_s: Deadline of each call in seconds; None for the client's default.
-        deterministic: Request results that do not depend on the order of summation.
+        deterministic: Request bitwise reproducible results.
         priority: -100 to 100; calls of higher priority leave the queue first.
         label: Name of the caller or experiment.
         verify: Have the server recompute each call with its reference and fail if a result differs.

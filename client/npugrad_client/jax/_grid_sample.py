@@ -54,7 +54,7 @@ def grid_sample(
         policies: What to do with calls that are small, rejected or fail; also counts calls. None sends every
             call and raises documented errors when the function is traced.
         timeout_s: Deadline of the call in seconds; None for the client's default.
-        deterministic: Request results that do not depend on the order of summation.
+        deterministic: Request bitwise reproducible results.
         priority: -100 to 100; calls of higher priority leave the queue first.
         label: Name of the caller or experiment.
         verify: Have the server recompute the call with its reference and fail if the result differs.

@@ -131,7 +131,7 @@ def drop_in(
         on_error: When the service fails: ``"raise"`` raises its error from backward, ``"local"`` runs the
             call locally, with a warning for each class of error, and counts it.
         timeout_s: Deadline of each call in seconds; None for the client's default.
-        deterministic: Request results that do not depend on the order of summation.
+        deterministic: Request bitwise reproducible results.
         priority: -100 to 100; calls of higher priority leave the queue first.
         label: Name of the caller or experiment.
         verify: Have the server recompute each call with its reference and fail if a result differs.

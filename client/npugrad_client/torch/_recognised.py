@@ -265,8 +265,8 @@ def _recognise(found: Any) -> Recognised | str:
                 takes = tuple(inspect.signature(found).parameters)
                 if takes == known.parameters:
                     return Recognised(found, known)
-                return f"found parameters {', '.join(takes)}; expected {', '.join(known.parameters)}"
-    return "found something else in its place"
+                return f"its parameters are {', '.join(takes)} instead of {', '.join(known.parameters)}"
+    return "something else is in its place"
 
 
 def _replace(place: _Place, attend: Attend) -> None:

@@ -174,7 +174,7 @@ def remote(
             The slower way is measured again when that costs at most 1 % of the time spent since.
         fused: Send deformable attention as one call; False handles each `grid_sample` separately.
         timeout_s: Deadline of each call in seconds; None for the client's default.
-        deterministic: Request results that do not depend on the order of summation.
+        deterministic: Request bitwise reproducible results.
         priority: -100 to 100; calls of higher priority leave the queue first.
         label: Name of the caller or experiment.
         verify: Have the server recompute each call with its reference and fail if a result differs.

@@ -37,11 +37,9 @@ def _commands(context: Any) -> Iterator[Any]:
 def _section(context: Any) -> str:
     command = context.command
     shown = [p for p in command.params if not getattr(p, "hidden", False)]
-    settings = [
-        p
-        for p in shown
-        if _SETTINGS.intersection(p.opts) and context.command_path.startswith("npugrad-server")
-    ]
+    settings = [p for p in shown if _SETTINGS.intersection(p.opts)]
+    if len(settings) < len(_SETTINGS):  # options of its own that share a name
+        settings = []
     rows = [_row(p, context) for p in shown if p not in settings]
     usage = " ".join([context.command_path, *command.collect_usage_pieces(context)])
     parts = [f"### {context.command_path}", f"```text\n{usage}\n```", _prose(command.help or "")]

@@ -122,9 +122,14 @@ _COMMON = (
         "None",
         "Deadline of the whole call in seconds; None for the client's default, math.inf for no deadline.",
     ),
-    ("deterministic", "bool", "False", "Request results that do not depend on the order of summation."),
+    ("deterministic", "bool", "False", "Request bitwise reproducible results."),
     ("priority", "int", "0", "-100 to 100; calls of higher priority leave the queue first."),
-    ("label", "str", '""', "Name of the caller or experiment; labels get fair shares of the devices."),
+    (
+        "label",
+        "str",
+        '""',
+        "Name of the caller or experiment; a tenant's calls with different labels take turns.",
+    ),
     (
         "verify",
         "bool",
@@ -137,7 +142,8 @@ _COMMON = (
         "False",
         "True, or a title, shows a progress bar with stage, bytes, rate and time left in a terminal (on "
         "standard error) or notebook. A callable gets a `Progress` at each change of stage and at most about "
-        "10 times a second, in a separate thread or on the event loop; an exception it raises ends the call.",
+        "10 times a second, in a separate thread (the last reports in the calling thread) or on the event "
+        "loop; an exception it raises ends the call.",
     ),
 )
 
@@ -220,7 +226,7 @@ def _raises(record: OpRecord) -> list[str]:
     what = "An attribute or option" if record.attrs else "An option"
     sentences["MalformedRequest"] = f"{what} has the wrong type or is out of range."
     if record.data_check is not None:
-        sentences["UnsafeLevels"] = "Level sizes or starts extend beyond the value tensor (NPU only)."
+        sentences["UnsafeLevels"] = "A level extends beyond the value tensor (checked by NPU devices only)."
     sentences["OperatorError"] = "The device does not support `deterministic` for this call."
     sentences["DeviceError"] = "The device failed, or `verify` found a wrong result."
     sentences["TransportError"] = "Connection, deadline, overload or shutdown; see `.retryable`."

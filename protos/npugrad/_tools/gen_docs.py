@@ -65,7 +65,7 @@ def operators() -> str:
 
 def _dtypes(record: OpRecord, product: Product) -> str:
     if product not in record.products:
-        return "not there"
+        return "not available"
     source = record.products[product]
     mark = "" if source in record.documents else " (*)"
     return ", ".join(record.inputs[0].dtypes[product]) + mark

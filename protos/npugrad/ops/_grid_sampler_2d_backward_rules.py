@@ -54,7 +54,7 @@ def _dtype_rules() -> Iterator[Constraint]:
     )
     yield invalid(
         "input.not_double",
-        "DOUBLE is not among the supported data types.",
+        "input does not have data type DOUBLE.",
         sources,
         ("input",),
         _dtype_check(tolerate_double=False),
@@ -90,7 +90,7 @@ def _interpolation_rules() -> Iterator[Constraint]:
     )
     yield invalid(
         "interpolation_mode.not_bicubic",
-        "interpolationMode 2 (bicubic) is not among the supported values.",
+        "interpolationMode is not 2 (bicubic).",
         sources,
         ("interpolation_mode",),
         interpolation,

@@ -83,7 +83,7 @@ def _dtype_rules() -> Iterator[Constraint]:
     )
     yield invalid(
         "input.not_bfloat16",
-        "BFLOAT16 is not among the supported data types.",
+        "input does not have data type BFLOAT16.",
         _RULES.sources("dtype", "input"),
         ("input",),
         has(DTYPES[Product.ATLAS_TRAINING]),

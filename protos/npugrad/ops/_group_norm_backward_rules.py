@@ -198,14 +198,14 @@ def _size_rules() -> Iterator[Constraint]:
     for name, vendor_code in vendor_codes.items():
         yield invalid(
             f"{name}.non_negative",
-            f"{C_NAMES[name]} is a size.",
+            f"{C_NAMES[name]} is not negative.",
             (_parameter(C_NAMES[name]),),
             (name,),
             partial(_not_negative, name=name),
             partial(_negated, name=name),
             vendor_code=vendor_code,
-            pick="The document calls it a size; the vendor's source compares numbers of elements, and so "
-            "accepts a negative one where nothing has that many. Taken: refused.",
+            pick="The document calls it a size; the vendor's source compares element counts only, and so "
+            "accepts a negative value on which no tensor's count depends. Taken: refused.",
         )
     yield invalid(
         "group.positive",

@@ -177,7 +177,7 @@ def _dtype_rules() -> Iterator[Constraint]:
     for name in ("input", "mean", "rstd", "bias", *OUTPUTS):
         yield _rule(
             f"{name}.dtype",
-            f"has data type {rules.listed(_FLOATS)}, wanted or not",
+            f"has data type {rules.listed(_FLOATS)}{', whatever outputMask says' * (name in OUTPUTS)}",
             rules.dtype_is(name, _FLOATS),
             _altered(name, lambda call, meta: TensorMeta(DType.INT32, meta.shape)),
         )
@@ -203,7 +203,7 @@ def _dtype_rules() -> Iterator[Constraint]:
     )
     yield rules.invalid(
         "input.not_bfloat16",
-        "BFLOAT16 is not supported on the Atlas training series.",
+        "No tensor has data type BFLOAT16.",
         tuple(_CITE.parameter(c_name) for c_name in TENSORS.values()),
         tuple(TENSORS),
         _is_without_bfloat16,
@@ -275,8 +275,9 @@ def _axes_rules() -> Iterator[Constraint]:
         lambda call: _renormalized(call, (*normalized(call)[:-1], normalized(call)[-1] + 1)),
         requires=("input.axes",),
         vendor_code=_vendor_on_axes,
-        pick="The document compares all entries; the vendor's source leaves out the first ones, as many "
-        "as input has axes more, unless a wanted gradient tells. Taken: refused.",
+        pick="The document compares all entries; the vendor's source skips the first d, where input has d "
+        "more axes than normalizedShape has entries, unless a wanted gradient of weight or bias reveals "
+        "the mismatch. Taken: refused.",
     )
 
 
@@ -314,8 +315,8 @@ def _shape_rules() -> Iterator[Constraint]:
             rules.element_count(name, lambda call: prod(_split(call)[0]), "rows of input"),
             _altered(name, lambda call, meta: TensorMeta(meta.dtype, (meta.size + 1,))),
             requires=(f"{name}.rank", "input.axes"),
-            pick="The document's parameter section wants axes of 1 for the normalised ones, its error table "
-            "and the vendor's source count elements only. Taken: the count.",
+            pick="The document's parameter section requires size 1 on the normalised axes; its error table "
+            "and the vendor's source only count elements. Taken: the count.",
         )
     yield _shape_rule("rstd", "mean", _raised, requires=("mean.count", "rstd.count"))
     yield _shape_rule("grad_input", "input", _longer)

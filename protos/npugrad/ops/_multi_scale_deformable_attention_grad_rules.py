@@ -196,7 +196,7 @@ def _product_rule() -> Constraint:
         vendor_code=_when_the_kernel_is_missing,
         pick="The documents list products and give no code; the vendor's source does not look at the product "
         "and the missing kernel surfaces as 561103 (from source, inferred), but an empty input succeeds "
-        "before a kernel is looked for. Taken: 561103, alone and first.",
+        "before a kernel is looked for. Taken: 561103, before any other check.",
     )
 
 
@@ -290,8 +290,9 @@ def _rank_rules() -> Iterator[Constraint]:
             rank_within(name, low, high),
             _with_rank(name, high + 1),
             requires=(f"{name}.not_null",),
-            pick="The documents state rank 4, though an example of theirs passes rank 3; the vendor's source "
-            "requires rank 3 and refuses rank 4 with 161002. Taken: both ranks, the elements lie alike."
+            pick="The documents state rank 4, though an example of theirs passes rank 3; the vendor's "
+            "source requires rank 3 and refuses rank 4 with 161002. Taken: both ranks, because their memory "
+            "layout is the same."
             if flat
             else "",
         )

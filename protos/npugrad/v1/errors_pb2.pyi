@@ -34,7 +34,7 @@ class ErrorStatus(google.protobuf.message.Message):
     code: builtins.int
     """Number of the gRPC status, as in grpc-status."""
     message: builtins.str
-    """What was found and what was expected, in ASCII, at most 512 bytes; as in grpc-message."""
+    """What went wrong, in a sentence, in ASCII, at most 512 bytes; as in grpc-message."""
     @property
     def details(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[google.protobuf.any_pb2.Any]:
         """First an ErrorInfo; then a RetryInfo, if there is one; then a BadRequest, if the call breaks documented

@@ -131,7 +131,7 @@ class CallOptions(google.protobuf.message.Message):
     LABEL_FIELD_NUMBER: builtins.int
     VERIFY_FIELD_NUMBER: builtins.int
     deterministic: builtins.bool
-    """Request results that do not depend on the order of summation. Refused (DETERMINISM_UNSUPPORTED) if the
+    """Request bitwise reproducible results. Refused (DETERMINISM_UNSUPPORTED) if the
     device cannot honour it.
     """
     priority: builtins.int

@@ -294,8 +294,8 @@ class Recipe(google.protobuf.message.Message):
     PARAMETERS_FIELD_NUMBER: builtins.int
     REPEAT_FIELD_NUMBER: builtins.int
     generator: builtins.str
-    """Name of the generator, such as "uniform"; an unknown one is RECIPE_INVALID, whose message lists all
-    others.
+    """Name of the generator, such as "uniform"; an unknown one is RECIPE_INVALID, whose message lists the
+    known ones.
     """
     seed: builtins.int
     """Seed of the generator."""

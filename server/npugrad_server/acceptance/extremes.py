@@ -113,7 +113,7 @@ def find_long_call(rig: Rig, out: StepLog, target_s: float, least_s: float) -> L
         out.progress(len(rows), len(rows) + 1, f"growing a call: {size.name}")
         tried = long_call(rig.settings.product, size)
         if not _leaves_room(rig, tried.job):
-            rows.append((size.name, None, "not tried: half of the device's memory is left for other things"))
+            rows.append((size.name, None, "not tried: it needs more than half of the device's memory"))
             break
         ran = _grown(rig, tried)
         if isinstance(ran.answer, CallDone) and ran.answer.run_s >= target_s:
@@ -128,7 +128,7 @@ def find_long_call(rig: Rig, out: StepLog, target_s: float, least_s: float) -> L
             break
     out.table("Growing a call until it takes long", ("operands, expanded", "run [s]", "answer"), rows)
     if found is None or found.run_s < least_s:
-        raise StepSkipped(f"no call here runs for {least_s:g} s, so none can be stopped in its middle")
+        raise StepSkipped(f"no call here runs for {least_s:g} s, so none can be interrupted while it runs")
     out.check("the long calls are right", not wrong, "exact sums", wrong or "exact sums")
     return found
 

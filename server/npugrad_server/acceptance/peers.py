@@ -142,7 +142,10 @@ def _formats(
                 out.check(f"{peer.name}: {way}", True, "ND serves", answer["words"], "only ND is accepted")
             elif peer.deterministic:
                 out.check(
-                    f"{peer.name}: {way}", equal, "the worker's bits", "the same" if equal else "others"
+                    f"{peer.name}: {way}",
+                    equal,
+                    "the worker's bits",
+                    "the same" if equal else "different bits",
                 )
 
 
@@ -167,7 +170,7 @@ def _bindings(
         if error:
             out.check(name, False, "a result", error)
         elif peer.deterministic:
-            out.check(name, equal, "the worker's bits", "the same" if equal else "others")
+            out.check(name, equal, "the worker's bits", "the same" if equal else "different bits")
 
 
 def _outputs(results: dict[str, Bytes], index: int, like: dict[str, bytes]) -> dict[str, bytes]:

@@ -301,7 +301,9 @@ class TestBackend(Backend):
         if self._options.meets("fault", label):
             raise DeviceLost("test device: run returned 507015", 507015)
         if self._options.meets("damage", label):
-            raise DeviceLost("quarantined: run returned 507054", 507054, restart_policy=RestartPolicy.NEVER)
+            raise DeviceLost(
+                "damaged, not tried again: run returned 507054", 507054, restart_policy=RestartPolicy.NEVER
+            )
         if self._options.meets("timeout", label):
             raise DeviceLost("test device: wait returned 507046", 507046, retry=False, exempt=True)
 

@@ -268,7 +268,7 @@ class AdmissionControl:
         if what := quotas.exceeded(tenant, demand.inflight_bytes):
             raise _busy(operator, what, prediction, "QUOTA_EXCEEDED")
         if waiting >= self._max_waiting and not drop(quotas.over_share_of_places(tenant)):
-            what = f"found {waiting} waiting calls; expected fewer than {self._max_waiting}"
+            what = f"the queue is full: {waiting} calls wait (setting max_queue_depth)"
             raise _busy(operator, what, prediction)
         region = self.operands.allocate(demand.inputs.nbytes)
         while region is None and (
@@ -277,7 +277,7 @@ class AdmissionControl:
             region = self.operands.allocate(demand.inputs.nbytes)
         if region is None:
             used = f"{self.operands.used_bytes} of {self.operands.nbytes}"
-            what = f"found {used} bytes of operand memory in use; expected room for {demand.inputs.nbytes}"
+            what = f"no room for {demand.inputs.nbytes} bytes of operands now: {used} bytes are in use"
             raise _busy(operator, what, prediction)
         return region
 
@@ -300,8 +300,7 @@ def _check_deadline(
     operator, kind = planned.plan.record.name, (planned.plan.record.name, planned.options.deterministic)
     if left_s <= 0:
         raise DeadlineExceeded(
-            f"{operator}: deadline: found one that passed {-left_s:.3g} s before the call arrived; "
-            "expected one in the future",
+            f"{operator}: the deadline passed {-left_s:.3g} s before the call arrived",
             operator=operator,
             request_id=planned.request_id,
         )

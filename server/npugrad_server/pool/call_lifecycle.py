@@ -129,9 +129,9 @@ class CallLifecycle:
         self._unqueue(call)
         lane = call.priority, call.label
         turn = self._placement.forecast.predict(call.tenant, call.kind, call.work, now, lane, sent=False)
-        found = f"tenant {call.tenant.name}: found more calls or bytes than its share"
         detail = (
-            f"{found}, while another tenant's call needs a place in the queue or memory; expected its share"
+            f"dropped from the queue: tenant {call.tenant.name} holds more than its share, and another "
+            "tenant needs the place or the memory"
         )
         self.fail(call, "QUEUE_FULL", detail, now, out, retry_after_s=turn.retry_after_s)
 

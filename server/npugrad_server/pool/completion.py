@@ -184,7 +184,7 @@ class Completion:
         planned = ticket.planned
         if command.reason == "WORKER_LOST":
             _log.error(
-                "request %s: %s is suspect: %s", planned.request_id, planned.plan.record.name, command.detail
+                "request %s: %s is given up: %s", planned.request_id, planned.plan.record.name, command.detail
             )
         if command.reason == "NO_DEVICE":
             self.finish(ticket, error_without_device(self._devices(), planned))
@@ -213,7 +213,7 @@ class Completion:
         """Notes that a call waits again because its worker died."""
         ticket.mark_lost()
         _log.warning(
-            "request %s: its worker on %s died; it is queued again", ticket.planned.request_id, device
+            "request %s: the worker of %s died; the call is queued again", ticket.planned.request_id, device
         )
         self._observer.call_requeued(ticket.planned, device)
 
@@ -239,7 +239,7 @@ class Completion:
         """Notes that a call waits for another device because this one could not take it."""
         ticket.mark_lost()
         _log.warning(
-            "request %s: %s answered %s; it waits for another device",
+            "request %s: %s could not complete the call (%s); it waits for another device",
             ticket.planned.request_id,
             device,
             reason,
@@ -249,5 +249,9 @@ class Completion:
     def postponed(self, ticket: Ticket, device: str) -> None:
         """Notes that a call waits again because there was no room for its workspace."""
         ticket.mark_lost()
-        _log.info("request %s: %s has no room for its workspace now", ticket.planned.request_id, device)
+        _log.info(
+            "request %s: %s has no memory for its workspace now; it is queued again",
+            ticket.planned.request_id,
+            device,
+        )
         self._observer.call_postponed(ticket.planned, device)

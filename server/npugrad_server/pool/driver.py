@@ -131,7 +131,7 @@ class Driver:
     def worker_ready(self, worker: int, incarnation: int, ready: DeviceReady) -> None:
         """A process has opened its device."""
         for operator, reason in ready.unavailable.items():
-            _log.warning("%s: without %s: %s", self.fleet.names[worker], operator, reason)
+            _log.warning("%s: operator %s is not available: %s", self.fleet.names[worker], operator, reason)
         self._observer.canaries_run(self.fleet.names[worker], CanaryResult.OK.value, ready.canaries)
         memory_bytes = None
         if ready.memory_bytes is not None:
@@ -200,7 +200,7 @@ class Driver:
         ticket, process = self.tickets.get(call), self.fleet.process(worker)
         if ticket is None or not process.plans.missed(call):
             return  # it was not sent this call with a plan's number
-        _log.warning("request %s: %s lacks its plan", ticket.planned.request_id, self.fleet.names[worker])
+        _log.warning("request %s: sent again to %s", ticket.planned.request_id, self.fleet.names[worker])
         process.send(ticket.whole())
         if ticket.future is not None and ticket.future.done():
             process.send(AbandonCall(call))  # it may have been told before it got the call
@@ -293,7 +293,7 @@ class Driver:
         elif isinstance(command, SpawnWorker):
             self.fleet.spawn(command.worker, command.incarnation, command.canary_rounds)
         elif isinstance(command, KillWorker):
-            _log.warning("%s: its worker is ended: %s", self.fleet.names[command.worker], command.reason)
+            _log.warning("%s: killing its worker: %s", self.fleet.names[command.worker], command.reason)
             self.fleet.kill(command.worker, command.incarnation)
         else:
             self._note(command)

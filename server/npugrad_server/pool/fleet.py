@@ -349,4 +349,4 @@ def _make_executor() -> ThreadPoolExecutor:
 def _log_failure(future: asyncio.Future[None]) -> None:
     error = None if future.cancelled() else future.exception()
     if error is not None:
-        _log.warning("memory of an arena was not taken in advance: %s", error)
+        _log.warning("an arena could not be prefaulted: %s", error)

@@ -225,7 +225,9 @@ class Verification:
         done = ticket.answer
         if check.is_sample:
             if isinstance(answer, CallFailed):
-                _log.error("request %s: sampled: %s", ticket.planned.request_id, answer.message)
+                _log.error(
+                    "request %s: check of a sampled result: %s", ticket.planned.request_id, answer.message
+                )
         elif isinstance(answer, CallFailed):
             self._completion.take(ticket, answer)
         elif isinstance(done, CallDone):

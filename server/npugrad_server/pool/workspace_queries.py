@@ -78,7 +78,7 @@ class WorkspaceQueries:
         if answer.call not in self._open:
             return False
         if not isinstance(answer, WorkspaceFound):
-            _log.error("a first phase refused what the validator passed: %s", answer)
+            _log.error("GetWorkspaceSize rejected a call that passed validation: %s", answer)
         self._settle(answer.call, answer.workspace_bytes if isinstance(answer, WorkspaceFound) else None)
         return True
 

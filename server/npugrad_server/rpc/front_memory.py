@@ -269,8 +269,9 @@ class FrontMemory:
         self.refused[what] += 1
         self._pressed_until_s = time.monotonic() + _PATIENCE_S
         return ServerBusy(
-            f"{call.operator or call.method}: found {self.used_bytes} of {self.limits.memory_bytes} bytes of "
-            f"front memory in use; expected room for {nbytes} of a {what} (setting front_memory_bytes)",
+            f"{call.operator or call.method}: no memory for a {what} of {nbytes} bytes now: "
+            f"{self.used_bytes} of {self.limits.memory_bytes} bytes are in use, and one tenant gets at most "
+            "three quarters (setting front_memory_bytes)",
             retry_after_s=_RETRY_AFTER_S,
             operator=call.operator,
         )
@@ -328,9 +329,9 @@ class FrontMemory:
         if seconds <= (_PRESSED_MESSAGE_S if pressed else self.limits.upload_timeout_s):
             return
         self._drop("request", call, seconds)
-        text = f"{call.method}: found no complete message after {seconds:.1f} s; expected one before that"
+        text = f"{call.method}: the request had not arrived completely after {seconds:.1f} s"
         call.end(
-            ServerBusy(f"{text}, as memory is short", retry_after_s=1.0)
+            ServerBusy(f"{text}, and memory is short", retry_after_s=1.0)
             if pressed
             else DeadlineExceeded(text)
         )
@@ -353,5 +354,5 @@ def _message_bytes(message: Any) -> int:
 
 def _slow(call: RpcCall) -> ServerBusy:
     name = call.operator or call.method
-    text = f"{name}: found a stream below the minimum rate while memory is short; expected a faster one"
+    text = f"{name}: the stream is slower than the minimum rate, and memory is short"
     return ServerBusy(text, retry_after_s=1.0, operator=call.operator)

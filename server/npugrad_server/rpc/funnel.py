@@ -284,7 +284,7 @@ class Funnel(grpc.aio.ServerInterceptor):
         if refused and grpc_status_name(error) == "INTERNAL":
             self._metrics.device_rejected(call.operator, error.code)
             self._log.error(
-                "device refused what the validator passed", request_id=call.request_id, code=error.code
+                "device rejected a call that passed validation", request_id=call.request_id, code=error.code
             )
 
     def _answered(self, call: RpcCall, status: str, reason: str, error: NpugradError | None) -> None:

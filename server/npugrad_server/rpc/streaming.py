@@ -303,10 +303,7 @@ async def _receive(
 
 def _give_way(frames: Frames, operator: str) -> bool:
     """Ends an upload that is slow and whose memory is needed; returns whether it is slow."""
-    text = (
-        f"{operator}: found an upload below the minimum rate while other calls wait for memory; "
-        "expected a faster one"
-    )
+    text = f"{operator}: the upload is slower than the minimum rate, and other calls wait for memory"
     return frames.end_if_slow(ServerBusy(text, retry_after_s=_RETRY_AFTER_S, operator=operator))
 
 

@@ -121,7 +121,7 @@ def test_a_queue_that_grows_is_no_rate_to_carry() -> None:
         window.completed = round(window.completed * 0.9)
     told = judge(growing, 100, UNLIMITED)
     assert not told.is_met
-    assert told.complaints[0].startswith("queue: found ")
+    assert told.complaints[0].startswith("the queue grew by ")
 
 
 def test_objectives_are_part_of_the_judgement() -> None:

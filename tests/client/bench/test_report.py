@@ -66,7 +66,7 @@ def test_a_page_is_whole_and_takes_nothing_from_outside() -> None:
     assert not {"script", "link", "img", "iframe"} & reader.found
     assert not re.search(r"https?://|src=|@import|url\(", text)
     assert text.count("<svg") == 6, "latency, rate, percentiles, stages, devices, workloads"
-    for word in ("Objectives missed", "p99:", "test:1 (test)", "network, front, client", GRID.name):
+    for word in ("Objectives missed", "p99:", "test:1 (test)", "network, front process, client", GRID.name):
         assert word in reader.text
     assert len(text) < 400_000
 
@@ -216,7 +216,7 @@ def test_the_terminal_says_what_matters() -> None:
     two = (GRID, WeightedWorkload("group_norm_backward"))
     text = shown(result(workloads=two, slo=Slo.parse("p50=1s,p99=1ms")))
     assert "100 a second (open loop, constant), 20.0 s: 2000 answers, 9" in text
-    assert "network, front, client" in text
+    assert "network, front process, client" in text
     assert "met: p50: 19.9 ms" in text
     assert "MISSED: p99:" in text
     assert "infinitely slow" not in text
@@ -319,7 +319,7 @@ def test_reports_say_who_made_the_operands() -> None:
     made = result(workloads=(WeightedWorkload(GRID.operator, inputs="recipe", digest=True),))
     assert "operands are made by the server, which checks their digests" in parsed(page(made)).text
     assert "operands made by the server, not sent: grid_sampler_2d_backward" in shown(made)
-    assert "operands travel" in parsed(page(result())).text
+    assert "operands are sent with each call" in parsed(page(result())).text
     assert "made by the server" not in shown(result())
 
 

@@ -218,7 +218,8 @@ def test_files_that_are_none(text: str, message: str, tmp_path: Path) -> None:
 
 def test_a_name_that_is_none_lists_what_there_is() -> None:
     with pytest.raises(
-        ScenarioError, match="found No such file or directory; expected the name of a file, or one of "
+        ScenarioError,
+        match=r"cannot be read \(No such file or directory\); give the name of a file, or one of ",
     ):
         load_scenario("nonexistent")
 
@@ -240,7 +241,7 @@ def test_a_trace_stands_beside_its_scenario(tmp_path: Path) -> None:
         ("nan", "t.csv:1: found 'nan'; expected seconds"),
         ("-1", "t.csv:1: found '-1'; expected seconds"),
         ("1, b", "t.csv:1: found 'b'; expected one of a"),
-        ("# nothing", "found 'no call'; expected one a line"),
+        ("# nothing", "has no calls; write one per line"),
     ],
 )
 def test_traces_that_are_none(lines: str, message: str, tmp_path: Path) -> None:

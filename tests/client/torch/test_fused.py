@@ -173,7 +173,9 @@ def test_a_changed_signature_is_left_alone_and_told_once(
     home, call = library(monkeypatch, parameters=parameters), operands()
     mode = remote(client, min_bytes=0)
     with (
-        pytest.warns(RemoteWarning, match=r"not replaced: found parameters value, .* scale; expected value"),
+        pytest.warns(
+            RemoteWarning, match=r"not replaced: its parameters are value, .* scale instead of value"
+        ),
         mode,
     ):
         gradients(call, home.multi_scale_deformable_attn_pytorch(*call))
@@ -206,7 +208,7 @@ def test_a_users_own_function_under_a_known_name_is_left_alone(
     home, call = library(monkeypatch), operands()
     home.multi_scale_deformable_attn_pytorch = own
     mode = remote(client, min_bytes=0)
-    with pytest.warns(RemoteWarning, match="not replaced: found something else"):
+    with pytest.warns(RemoteWarning, match="not replaced: something else is in its place"):
         mode.__enter__()
     with mode:
         assert home.multi_scale_deformable_attn_pytorch is own

@@ -132,7 +132,7 @@ def test_subclasses_of_tensors_stay_here_and_are_told_once(client: Client, cls: 
         assert not any(subclassed(cls) is None for _ in range(2))
     assert len(said) == 1
     assert [(row.is_sent, row.why, row.calls) for row in mode.summary().rows] == [
-        (False, "no plain CPU tensors", 2)
+        (False, "not dense CPU tensors", 2)
     ]
 
 

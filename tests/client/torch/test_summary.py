@@ -80,7 +80,7 @@ def test_what_is_not_known_is_said_to_be_so() -> None:
     assert summary.won_s is None
     *_, row, last, _ = str(summary).splitlines()
     assert row.split() == ["norm", "float32[2,8]", "2", "500.0", "0", "?", "?"]
-    assert last.startswith("How long 2 sent calls would have taken here is unknown: ")
+    assert last.startswith("How long 2 sent calls would have taken here is unknown; ")
     assert "Sending" not in last
 
 
@@ -148,13 +148,13 @@ def test_nothing_is_wider_than_80_columns() -> None:
     ("seen", "text"),
     [
         (None, "No call was sent or run locally yet; calls that raised an error are not counted."),
-        ((), "Nothing was sent: no backward pass ran inside. Enter `remote` around backward()."),
+        ((), "Nothing was sent: no backward pass ran inside. Call backward() inside `with remote(...)`."),
         (
             tuple(f"Some{number:02}Backward0" for number in range(30)),
             "Nothing was sent: this `remote` handled none of the backward operators that ran inside: "
             "Some00Backward0, Some01Backward0, Some02Backward0, Some03Backward0, Some04Backward0, "
             "Some05Backward0, Some06Backward0, Some07Backward0 and 22 more in .seen. "
-            "`npugrad ops` lists those of the service.",
+            "`npugrad ops` lists the operators of the service.",
         ),
     ],
 )

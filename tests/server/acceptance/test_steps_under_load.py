@@ -199,7 +199,7 @@ def test_a_call_past_its_limit_is_told_and_the_device_comes_back() -> None:
 def test_a_device_that_never_gives_a_call_up_fails() -> None:
     report = report_of(timeout.STEP, "cpu:0")  # the CPU backend knows no limit
     assert "a call longer than its limit is ended" in failed(report)
-    assert "under the pool its caller gets the error" in failed(report)
+    assert "through the pool, the caller gets the error" in failed(report)
 
 
 def test_another_number_than_that_of_a_timeout_fails() -> None:

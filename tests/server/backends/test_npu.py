@@ -448,7 +448,7 @@ def test_the_option_of_determinism_is_set_only_when_it_changes(npu_worker: NpuWo
         (f"{RUN_NORM}:1:507018", 507018, "soon", f"{RUN_NORM} returned 507018"),
         (f"{PLAN_NORM}:1:361001:last=507011", 361001, "soon", "the runtime's last error is 507011"),
         ("copy:2:507899", 507899, "slowly", "driver error"),
-        ("kernel:1:507054", 507054, "never", "quarantined: group_norm_backward: "),
+        ("kernel:1:507054", 507054, "never", "damaged, not tried again: group_norm_backward: "),
         ("aclrtMemcpyAsync:1:107020", 107020, "soon", "aborted"),
         ("aclrtEventElapsedTime:1:507001", 507001, "soon", "aclrtEventElapsedTime"),
         ("aclrtSynchronizeStreamWithTimeout:1:507010", 507010, "soon", "heartbeat lost"),

@@ -195,7 +195,7 @@ def test_what_can_never_fit_is_refused_and_names_the_setting(run_pool: Any, job:
 def test_a_full_queue_is_told_when_to_come_again(run_pool: Any, job: Any) -> None:
     async def scenario(pool: DevicePool) -> None:
         admitted = [pool.admit(job().planned) for _ in range(4)]
-        with pytest.raises(ServerBusy, match="found 4 waiting calls") as caught:
+        with pytest.raises(ServerBusy, match="the queue is full: 4 calls wait") as caught:
             pool.admit(job().planned)
         assert caught.value.reason == "QUEUE_FULL"
         assert caught.value.retry_after_s is not None
@@ -212,7 +212,10 @@ def test_a_full_queue_is_told_when_to_come_again(run_pool: Any, job: Any) -> Non
 def test_full_operand_memory_is_told_when_to_come_again(run_pool: Any, job: Any) -> None:
     async def scenario(pool: DevicePool) -> None:
         half = job(n=10, c=6, hxw=64, group=3)
-        with pool.admit(half.planned), pytest.raises(ServerBusy, match="operand memory in use"):
+        with (
+            pool.admit(half.planned),
+            pytest.raises(ServerBusy, match=r"no room for .* bytes of operands now"),
+        ):
             pool.admit(half.planned)
         await half.check(pool)
 
@@ -389,7 +392,7 @@ def test_an_upload_that_may_go_gives_its_memory_to_others(run_pool: Any, job: An
         half = job(n=10, c=6, hxw=64, group=3)
         slow = pool.admit(half.planned, is_upload=True)
         slow.give_way = lambda: False
-        with pytest.raises(ServerBusy, match="operand memory in use"):
+        with pytest.raises(ServerBusy, match=r"no room for .* bytes of operands now"):
             pool.check(half.planned)
         slow.give_way = lambda: True
         await half.check(pool)

@@ -457,7 +457,7 @@ def test_a_device_that_fails_says_why_and_its_call_runs_elsewhere(run_pool: Any,
 def test_a_damaged_device_leaves_and_the_other_serves(run_pool: Any, job: Any) -> None:
     async def scenario(pool: DevicePool) -> None:
         await pool.wait_ready(30)
-        with pytest.raises(ServerBusy, match="quarantined: run returned 507054"):
+        with pytest.raises(ServerBusy, match="damaged, not tried again: run returned 507054"):
             await job(label="x").run(pool)
         assert [status.state for status in pool.devices()] == [DeviceState.DOWN]
         assert [status.restarts for status in pool.devices()] == [0]

@@ -100,9 +100,9 @@ def test_a_call_that_ran_too_long_is_not_tried_again_and_the_device_not_blamed()
 def test_a_damaged_device_is_not_tried_again() -> None:
     scheduler = open_scheduler(2)
     (start,) = of(StartCall, scheduler.submit(CallState(1), 0))
-    _, ended = fail_under(scheduler, start, restart_policy=RestartPolicy.NEVER, reason="quarantined: words")
+    _, ended = fail_under(scheduler, start, restart_policy=RestartPolicy.NEVER, reason="damaged: words")
     assert scheduler.workers[start.worker].state is DeviceState.DOWN
-    assert scheduler.workers[start.worker].reason == "quarantined: words"
+    assert scheduler.workers[start.worker].reason == "damaged: words"
     (again,) = of(StartCall, ended)
     assert again.worker != start.worker
     assert scheduler.workers[start.worker].alarm is None

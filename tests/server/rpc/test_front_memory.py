@@ -68,7 +68,7 @@ def test_a_reply_without_room_is_refused_before_its_call_runs() -> None:
     memory = room_for(3)
     for _ in range(2):
         memory.hold_reply(call_of(memory), MESSAGE // 2)
-    with pytest.raises(ServerBusy, match=r"front memory in use; expected room for .* of a reply") as caught:
+    with pytest.raises(ServerBusy, match=r"no memory for a reply of .* in use.*front_memory_bytes") as caught:
         memory.hold_reply(call_of(memory), MESSAGE // 2)
     assert caught.value.row.reason == "QUEUE_FULL"
     assert memory.refused == {"request": 0, "reply": 1, "slot": 0}
@@ -168,7 +168,7 @@ def test_who_gave_up_waiting_holds_nothing(how: str) -> None:
                 await waiting
         else:
             memory.tick([], LATER_S)
-            with pytest.raises(ServerBusy, match=r"expected room for .* of a request"):
+            with pytest.raises(ServerBusy, match=r"no memory for a request of"):
                 await waiting
         memory.release(second)
         memory.release(first)

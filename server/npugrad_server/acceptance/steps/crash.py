@@ -62,7 +62,7 @@ def _killed_and_run_again(
     )
     for job, future in waiting:
         wrong, _ = _outcome(future, job, limit_s)
-        out.check(f"a call beside it: {job.name}", not wrong, "right", wrong or "right")
+        out.check(f"a call waiting at the same time: {job.name}", not wrong, "right", wrong or "right")
     watch.check_back(out, "killed during a call")
     _check_next(device, out, small, "killed during a call")
 

@@ -197,13 +197,13 @@ def _distinct(count: int) -> str:
 
 
 def _same(same: bool) -> str:
-    return "the same" if same else "others"
+    return "the same" if same else "different bits"
 
 
 STEP = Step(
     5,
     "determinism",
     "Determinism",
-    "The same call again and again, with the deterministic option and without: either first, and in turns.",
+    "Repeats the same call with and without the deterministic option, in either order and alternating.",
     run,
 )

@@ -92,7 +92,7 @@ def _excuse(function: Any, cann: str) -> str:
         return "optional for the service"
     oldest = get_operator(function["operator"]).min_cann if function["operator"] else ""
     if cann and oldest and _numbers(cann) < _numbers(oldest):
-        return f"CANN {cann} is older than the operator, which the service then does not offer"
+        return f"CANN {cann} predates the operator, so the service does not offer it"
     return ""
 
 
@@ -105,7 +105,7 @@ def _device(rig: Rig, out: StepLog, excused: set[str]) -> None:
     ready, settings = rig.ready, rig.settings
     out.check("the device opens", True, "a worker that answers", f"{ready.description} in {seconds:.1f} s")
     out.check(
-        "the worker finds CANN simulated, or not",
+        "the worker agrees on whether CANN is simulated",
         ready.simulated == settings.simulated,
         settings.simulated,
         ready.simulated,

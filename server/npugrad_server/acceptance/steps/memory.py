@@ -144,7 +144,7 @@ STEP = Step(
     6,
     "memory",
     "Out of memory",
-    "The device runs out of memory, says so, and goes on without a loss.",
+    "The device runs out of memory, reports it, and keeps working without a leak.",
     run,
 )
 """The step."""

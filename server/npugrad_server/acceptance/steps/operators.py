@@ -96,7 +96,7 @@ def _strided(rig: Rig, out: StepLog, record: OpRecord) -> None:
 
 
 def _differ(names: list[str]) -> str:
-    return f"others in {', '.join(names)}" if names else "the same"
+    return f"different bits in {', '.join(names)}" if names else "the same"
 
 
 def _chosen(record: OpRecord, inputs: Mapping[str, TensorMeta | None]) -> Iterator[tuple[str, ...]]:

@@ -193,6 +193,6 @@ STEP = Step(
     4,
     "refusals",
     "Refusals",
-    "Every documented constraint of every operator, broken below the validator: the codes of the device.",
+    "Breaks every documented constraint, bypassing the validator, and compares the device's codes.",
     run,
 )

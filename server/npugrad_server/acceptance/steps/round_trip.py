@@ -74,6 +74,6 @@ STEP = Step(
     2,
     "round_trip",
     "Round trips and pinned copies",
-    "Bytes of every awkward size come back unchanged, in turns beyond the staging limit, both ways at once.",
+    "Buffers of awkward sizes come back unchanged, large ones in pieces, also copied both ways at once.",
     run,
 )

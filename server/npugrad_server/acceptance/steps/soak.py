@@ -111,7 +111,7 @@ def run(rig: Rig, out: StepLog) -> None:
     if not _check_growth(out, samples) and tally.calls.total() < _CACHED_CALLS * rig.settings.streams:
         out.note(
             f"aclnn keeps executors of up to {_CACHED_CALLS} calls a thread, and there were only "
-            f"{tally.calls.total()} on {rig.settings.streams} streams: a longer soak may still end flat."
+            f"{tally.calls.total()} on {rig.settings.streams} streams: memory may level off in a longer soak."
         )
     after = rig.memory(give_back=True).free_bytes
     if before is not None and after is not None:

@@ -95,8 +95,8 @@ def run(rig: Rig, out: StepLog) -> None:
         [(case.operator, case.shape, *(case.rates[count] for count in streams)) for case in cases],
     )
     out.note(
-        "A call counts from operands in the caller's memory to results in the caller's memory; stages are "
-        "medians of what the worker measured, and what is left is the way between the processes."
+        "A call is timed from operands to results in the caller's memory. Stages are medians measured by the "
+        "worker; the rest is the transfer between the processes."
     )
     for case in cases:
         name = f"{case.operator}, {case.shape}"

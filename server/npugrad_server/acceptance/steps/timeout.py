@@ -32,7 +32,7 @@ _TOLD_S = 5.0
 
 
 def run(rig: Rig, out: StepLog) -> None:
-    """Aborts a long call below the validator, then under the pool."""
+    """Aborts a long call, first without the pool, then through it."""
     long = find_long_call(rig, out, _TARGET_S, _LEAST_S)
     record = rig.operators[0]
     small = known(record.name, make_job(record, next(rig.samples(record)).call))
@@ -68,7 +68,7 @@ def _cut_by_worker(rig: Rig, out: StepLog, long: LongCall) -> None:
 
 
 def _cut_under_pool(device: SupervisedDevice, out: StepLog, long: LongCall, limit_s: float) -> None:
-    """Checks the same under the pool: the caller gets the error, and the device leaves and comes back."""
+    """Checks the same through the pool: the caller gets the error, and the device leaves and comes back."""
     watch, start = Watch(device), time.monotonic()
     found, reason = "a result", ""
     try:
@@ -77,7 +77,7 @@ def _cut_under_pool(device: SupervisedDevice, out: StepLog, long: LongCall, limi
         reason, found = error.reason, f"{error.reason}: {error}"
     told_s = time.monotonic() - start
     out.check(
-        "under the pool its caller gets the error",
+        "through the pool, the caller gets the error",
         reason == "DEADLINE_EXCEEDED" and str(TIMED_OUT) in found,
         f"DEADLINE_EXCEEDED, naming {TIMED_OUT}",
         found,
@@ -99,7 +99,7 @@ STEP = Step(
     7,
     "timeout",
     "A call that takes too long",
-    "A call past its limit is cut, its worker replaced, and the next call is right.",
+    "A call that exceeds its time limit is aborted, its worker is replaced, and the next call is right.",
     run,
 )
 """The step."""

@@ -137,7 +137,7 @@ class NpuBackend(Backend):
         unavailable = {name: reason for name, reason in reasons.items() if reason}
         if len(unavailable) == len(records):
             told = "; ".join(f"{name}: {reason}" for name, reason in unavailable.items())
-            raise DeviceUnusable(f"found no operator that runs here; expected at least one; {told}")
+            raise DeviceUnusable(f"no operator runs on this device: {told}")
         return unavailable
 
     def _try_out(self, record: OpRecord, product: Product) -> str:
@@ -154,7 +154,7 @@ class NpuBackend(Backend):
             else:
                 return ""
         raise DeviceUnusable(
-            f"{failure}; expected one of {_PROBES} tries of a first, tiny call to succeed",
+            f"{failure}; all {_PROBES} tries of a tiny first call failed",
             RestartPolicy.SLOWLY,
         ) from failure
 

@@ -84,7 +84,7 @@ def device_lost(operator: str, error: AclError, after: BaseException | None = No
     """
     action = error.fault.action
     before = f"{after}; then " if after is not None else ""
-    words = "quarantined: " if action is Action.QUARANTINE else ""
+    words = "damaged, not tried again: " if action is Action.QUARANTINE else ""
     timed_out = action is Action.TIMED_OUT
     return DeviceLost(
         f"{words}{operator}: {before}{error}",
