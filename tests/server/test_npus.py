@@ -184,7 +184,12 @@ def test_check_names_what_the_graph_engine_lacks(
             "FAIL  npu: aclrtGetDeviceCount returned 507899 (driver error or lost connection to the device)",
         ),
         ("aclInit:*:507008:msg=words", "npu:0", 1, "FAIL  npu: aclInit returned 507008 (device unknown"),
-        ("aclrtGetDeviceCount:*:kill", "npu:0", 1, "FAIL  npu: the process that looks for NPUs exited with status -9"),
+        (
+            "aclrtGetDeviceCount:*:kill",
+            "npu:0",
+            1,
+            "FAIL  npu: the process that looks for NPUs exited with status -9",
+        ),
         (
             "aclrtSetDevice:*:507033",
             "npu:0",
