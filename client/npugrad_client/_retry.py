@@ -240,7 +240,7 @@ class RetrySchedule:
             self._lost_since = now
         self._free_tries += is_lost or is_message
         is_cut_off = isinstance(error, DeadlineExceeded) and self._is_over(now) and now - started < _TELLING_S
-        if self._error is None or not is_cut_off:
+        if not (is_cut_off and isinstance(self._error, (ConnectError, ServerDraining))):
             self._error = error
         self._error.tries = self.tries
         if is_message:  # it is streamed now, at once; a call is refused like this only once

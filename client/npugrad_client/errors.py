@@ -10,7 +10,7 @@ NpugradError                    .reason .operator .retryable .tries .request_id 
 │   ├── ServerDraining          the server is shutting down; retry elsewhere
 │   ├── CircuitOpen             such calls killed workers; rejected for a while
 │   ├── TenantRefused           the caller is not a tenant of the server
-│   └── CallTooLarge            too large for the server
+│   └── CallTooLarge            too large for the server, its devices or a quota
 ├── RequestError                the call is malformed            .operand
 │   ├── MalformedTensor         shape, strides, dtype and content are inconsistent
 │   ├── MalformedRequest        an attribute is missing, of the wrong type or out of range

@@ -26,8 +26,8 @@ class CallOptions:
     Attributes:
         deterministic: Request bitwise reproducible results.
         priority: -100 to 100; calls of higher priority leave the queue first.
-        label: Name of the caller or experiment, at most 64 printable ASCII characters; labels get fair shares
-            of the devices.
+        label: Name of the caller or experiment, at most 64 printable ASCII characters; a tenant's calls with
+            different labels take turns.
         verify: Have the server recompute the call with the reference and fail if the result differs.
     """
 

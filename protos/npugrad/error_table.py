@@ -123,7 +123,7 @@ ERRORS: tuple[ErrorRow, ...] = (
         False,
         "The content made from the recipe does not match the caller's digest.",
     ),
-    ErrorRow("UNSAFE_LEVELS", None, _INVALID, False, "Level sizes or starts point outside the value tensor."),
+    ErrorRow("UNSAFE_LEVELS", None, _INVALID, False, "A level extends beyond the value tensor."),
     ErrorRow("OPERATOR_UNSUPPORTED", None, "UNIMPLEMENTED", False, "Product or server lacks the operator."),
     ErrorRow("UNKNOWN_OPERATOR", None, "UNIMPLEMENTED", False, "There is no operator of this name."),
     ErrorRow(

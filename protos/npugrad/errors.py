@@ -193,7 +193,7 @@ class ConnectError(TransportError):
 
 
 class DeadlineExceeded(TransportError):
-    """The deadline passed before the result arrived (DEADLINE_EXCEEDED).
+    """The deadline passed, or the call or its caller was too slow for the server (DEADLINE_EXCEEDED).
 
     Example:
         >>> client.group_norm_backward(**call, timeout_s=1e-6)
@@ -260,7 +260,7 @@ class CircuitOpen(TransportError):
 
 
 class CallTooLarge(TransportError):
-    """The call is too large for the server's memory (CALL_TOO_LARGE).
+    """The call is too large for the server, its devices, the tenant's quota or a message (CALL_TOO_LARGE).
 
     Example:
         >>> try:
@@ -313,7 +313,7 @@ class RequestError(NpugradError, ValueError):
 
 
 class MalformedRequest(RequestError):
-    """An attribute or option is missing or invalid, or a stream is out of order (MALFORMED_REQUEST).
+    """The request does not parse, lacks or has an invalid attribute, or is out of order (MALFORMED_REQUEST).
 
     Example:
         >>> client.group_norm_backward(**call, priority=101)

@@ -323,8 +323,9 @@ class ServerSettings(BaseSettings):
         default=2,
         ge=0,
         description="Number of workers that must die within 60 s under one tenant's calls of the same "
-        "operator, types, shapes and attributes for such calls to be refused with CIRCUIT_OPEN for 10 s. 0 "
-        "turns this off; use it only where devices often fail on their own and every caller is trusted.",
+        "operator, types, shapes, attributes and options for such calls to be refused with CIRCUIT_OPEN "
+        "for 10 s. 0 turns this off; use it only where devices often fail on their own and every caller is "
+        "trusted.",
     )
     liveness_down_limit_s: float | None = Field(
         default=None,

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from npugrad.error_table import ERRORS
 from npugrad.errors import InvalidOperand, TransportError, WorkerLost
 from npugrad_client import (
+    CallTooLarge,
     ConnectError,
     DeadlineExceeded,
     MalformedRequest,
@@ -177,6 +178,18 @@ def test_a_last_try_with_hardly_any_time_left_does_not_hide_why_the_others_faile
     with pytest.raises(ConnectError, match="gone") as caught:
         made.next(5)
     assert caught.value.tries == 2
+
+
+def test_a_deadline_that_passes_while_a_large_call_is_streamed_is_no_complaint_about_its_size() -> None:
+    made = schedule(timeout_s=0.05)
+    launch(made, 0)
+    too_large = CallTooLarge("larger than max")
+    too_large.is_message = True
+    made.failed(1, too_large, 0.01)
+    launch(made, 0.01)
+    made.failed(2, DeadlineExceeded("late"), 0.05)
+    with pytest.raises(DeadlineExceeded, match="late"):
+        made.next(0.05)
 
 
 def test_a_last_try_that_had_time_tells_what_it_saw() -> None:

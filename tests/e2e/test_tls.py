@@ -185,7 +185,7 @@ def test_check_tells_of_tls(certificates: Certificates) -> None:
     code, out, _ = small_command("--tls-certificate", certificates.key, "--tls-key", "none", command="check")
     assert code == 1
     assert "FAIL  tls_key: cannot read 'none'" in out
-    assert "' holds no certificate in PEM" in out
+    assert f"FAIL  tls_certificate: {certificates.key!r} holds no certificate in PEM" in out
 
 
 @pytest.mark.slow

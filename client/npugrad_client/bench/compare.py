@@ -154,7 +154,7 @@ def compare(
         b: The second.
         margin: Relative change to ignore; for errors it is `ERROR_MARGIN`.
         confidence: Joint confidence level of the intervals that decide.
-        allow_flawed: Whether to compare runs that were interrupted, died or measured the client.
+        allow_flawed: Whether to compare runs that were interrupted, died or were limited by the client.
 
     Raises:
         ScenarioError: The runs did not send the same load, or one is too short or has a flaw.

@@ -200,7 +200,7 @@ class Driver:
         ticket, process = self.tickets.get(call), self.fleet.process(worker)
         if ticket is None or not process.plans.missed(call):
             return  # it was not sent this call with a plan's number
-        _log.warning("request %s: sent again to %s", ticket.planned.request_id, self.fleet.names[worker])
+        _log.warning("request %s: %s has lost its plan", ticket.planned.request_id, self.fleet.names[worker])
         process.send(ticket.whole())
         if ticket.future is not None and ticket.future.done():
             process.send(AbandonCall(call))  # it may have been told before it got the call
