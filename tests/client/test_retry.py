@@ -169,13 +169,16 @@ def test_who_wakes_up_after_the_deadline_sends_nothing() -> None:
     assert hedged.next(5.1) == Wait(None)
 
 
-def test_a_last_try_with_hardly_any_time_left_does_not_hide_why_the_others_failed() -> None:
+@pytest.mark.parametrize(
+    ("lost_at", "tried_at", "told"), [(4.9, 4.96, "gone"), (1, 1.5, "late")], ids=["hardly any", "enough"]
+)
+def test_a_last_try_tells_what_it_saw_only_if_it_had_time(lost_at: float, tried_at: float, told: str) -> None:
     made = schedule(timeout_s=5)
     launch(made, 0)
-    made.failed(1, ConnectError("gone"), 4.9)
-    launch(made, 4.96)
-    made.failed(2, DeadlineExceeded("no answer within 0.04 s"), 5)
-    with pytest.raises(ConnectError, match="gone") as caught:
+    made.failed(1, ConnectError("gone"), lost_at)
+    launch(made, tried_at)
+    made.failed(2, DeadlineExceeded("late"), 5)
+    with pytest.raises((ConnectError, DeadlineExceeded), match=told) as caught:
         made.next(5)
     assert caught.value.tries == 2
 
@@ -190,16 +193,6 @@ def test_a_deadline_that_passes_while_a_large_call_is_streamed_is_no_complaint_a
     made.failed(2, DeadlineExceeded("late"), 0.05)
     with pytest.raises(DeadlineExceeded, match="late"):
         made.next(0.05)
-
-
-def test_a_last_try_that_had_time_tells_what_it_saw() -> None:
-    made = schedule(timeout_s=5)
-    launch(made, 0)
-    made.failed(1, ConnectError("gone"), 1)
-    launch(made, 1.5)
-    made.failed(2, DeadlineExceeded("no answer within 3.5 s"), 5)
-    with pytest.raises(DeadlineExceeded, match="no answer"):
-        made.next(5)
 
 
 def test_a_try_has_a_deadline_of_its_own() -> None:
