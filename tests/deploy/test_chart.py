@@ -192,6 +192,14 @@ def test_server_is_reachable_from_outside_the_pod(settings: ServerSettings, serv
     assert (metrics.host, metrics.port) == ("0.0.0.0", ports["metrics"])
 
 
+def test_server_listens_on_ipv6_where_it_is_told_to() -> None:
+    deployment = render(values_of("cpu", {"service": {"listenAddress": "[::]"}}))["Deployment", NAME]
+    command, *arguments = deployment["spec"]["template"]["spec"]["containers"][0]["args"]
+    made = settings_of(command, arguments)
+    assert made.metrics_address is not None
+    assert {made.listen_address.host, made.metrics_address.host} == {"::"}
+
+
 def test_server_has_its_certificate_or_serves_plaintext(
     settings: ServerSettings, pod: dict[str, Any], server: dict[str, Any]
 ) -> None:

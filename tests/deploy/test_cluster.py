@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import kubernetes_validate
 import pytest
@@ -146,6 +146,25 @@ def test_the_chart_s_load_test_has_a_certificate_of_its_own_and_never_the_server
     args = pod["containers"][0]["args"]
     paths = [arg.partition("=")[2] for arg in args if arg.startswith("--tls-")]
     assert paths == [f"/etc/npugrad/{name}" for name in ("tls/ca.crt", "client/tls.crt", "client/tls.key")]
+
+
+def test_the_chart_s_load_test_runs_where_the_server_may_and_reaches_it() -> None:
+    where: dict[str, Any] = {
+        "nodeSelector": {"kubernetes.io/arch": "arm64"},
+        "tolerations": [{"key": "npu", "operator": "Exists", "effect": "NoSchedule"}],
+        "image": {"pullSecrets": [{"name": "registry"}], "pullPolicy": "Always"},
+    }
+    edge = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "edge"}}}
+    policy = {"networkPolicy": {"enabled": True, "clients": [edge]}}
+    release = render(values_of("cpu", where, policy, {"loadTest": {"enabled": True, "image": "bench"}}))
+    template = release["Job", f"{NAME}-load-test"]["spec"]["template"]
+    server = release["Deployment", NAME]["spec"]["template"]["spec"]
+    for name in ("nodeSelector", "tolerations", "imagePullSecrets"):
+        assert template["spec"][name] == server[name]
+    assert template["spec"]["containers"][0]["imagePullPolicy"] == "Always"
+    first, own = release["NetworkPolicy", NAME]["spec"]["ingress"][0]["from"]
+    assert first == edge
+    assert own["podSelector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
 
 
 def test_the_chart_s_own_load_test_has_objectives_that_bench_reads() -> None:

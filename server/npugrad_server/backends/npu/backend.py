@@ -154,7 +154,7 @@ class NpuBackend(Backend):
             else:
                 return ""
         raise DeviceUnusable(
-            f"{failure}; all {_PROBES} tries of a tiny first call failed",
+            f"{failure}; a tiny first call failed {_PROBES} times",
             RestartPolicy.SLOWLY,
         ) from failure
 
