@@ -93,10 +93,7 @@ class Finding:
 
     def right(self, *, elsewhere: bool) -> int:
         """Right answers at the first try, or at a later one."""
-        return sum(
-            answer.right and (answer.info is not None and answer.info.attempts > 1) is elsewhere
-            for answer in self.answers
-        )
+        return sum(answer.right and is_elsewhere(answer) is elsewhere for answer in self.answers)
 
     @property
     def beside(self) -> int:
@@ -117,6 +114,11 @@ class Finding:
             f"lost={self.lost} replaced-workers={self.replaced} other-device-calls={self.beside} "
             f"afterwards={len(self.afterwards)} leaks=none (SIMULATED)"
         )
+
+
+def is_elsewhere(answer: Answer) -> bool:
+    """Whether the answer needed more than one try."""
+    return answer.info is not None and answer.info.attempts > 1
 
 
 def is_beside(answer: Answer, since_s: float, sick: Sequence[str]) -> bool:
