@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from http.client import HTTPConnection
@@ -37,7 +38,8 @@ SERVER_PYTHON = os.environ.get("NPUGRAD_TEST_SERVER_PYTHON", sys.executable)
 SERVER_PROGRAM = ("-m", "npugrad_server")
 """What it runs."""
 START_TIMEOUT_S = 180.0
-STOP_TIMEOUT_S = 30.0
+STOP_TIMEOUT_S = 120.0
+_EVENT_TIMEOUT_S = 60.0
 _READY = "listening on "
 _CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", 2**31 - 1),
@@ -135,12 +137,20 @@ class ServerProcess:
 
     def find_log(self, event: str, **fields: Any) -> dict[str, Any]:
         """The line of an event with these fields; waits for the thread that writes the log."""
-        for _ in range(1000):
+        end = time.monotonic() + _EVENT_TIMEOUT_S
+        while time.monotonic() < end:
             for line in self.log_lines(event):
                 if fields.items() <= line.items():
                     return line
             self.info()  # a round trip, so that nothing has to sleep
         pytest.fail(f"no line {event!r} with {fields}; the log:\n{self.log_text()}")
+
+    def wait_accepted(self, count: int) -> None:
+        """Waits until so many calls were admitted."""
+        end = time.monotonic() + _EVENT_TIMEOUT_S
+        while (found := self.info().accepted_calls) < count:
+            if time.monotonic() > end:
+                pytest.fail(f"found {found} calls admitted; expected {count}")
 
     @property
     def metrics_address(self) -> str:

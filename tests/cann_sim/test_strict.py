@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.npu_sim
 
 SLOW = "kernel_ms=20000; copy_ms=20000"  # queued work is still there when the mistake is made
-LATE = "copy_ms=50; free_check=execution"
+LATE = "copy_ms=1000; free_check=execution"
 FAULT = "kernel:1:507015"
 MISTAKES = {
     "host_reads_device_memory": ("", "host-touch", "the host touched memory of device 0 at 0x"),

@@ -270,7 +270,7 @@ async def until(client: AsyncClient, is_reached: Callable[[int], bool]) -> None:
 
 
 def test_a_server_gives_cancelled_calls_up(start_server: StartServer) -> None:
-    running = start_server("--max-queue-depth", "8", devices="test:1?ms=200")
+    running = start_server("--max-queue-depth", "8", devices="test:1?ms=2000")
 
     async def work() -> None:
         async with AsyncClient(running.address, timeout_s=60) as client:

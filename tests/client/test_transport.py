@@ -25,7 +25,7 @@ from tests.client.fake_service import (
 )
 
 from npugrad.errors import InvalidOperand, ServerBusy
-from npugrad_client import Client, DeadlineExceeded, NpugradError
+from npugrad_client import Client, DeadlineExceeded, NpugradError, _transport
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -141,7 +141,9 @@ class Refusing:
 
 
 @pytest.mark.parametrize("group", [0, 8], ids=["refused", "legal"])
-def test_a_call_that_is_bound_to_be_refused_uploads_nothing(group: int) -> None:
+def test_a_call_that_is_bound_to_be_refused_uploads_nothing(
+    group: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A server that looks for a chunk for a while before it refuses finds none; of a legal call it does."""
     error = InvalidOperand("group: ...", code=161002, operator="group_norm_backward")
 
@@ -149,10 +151,11 @@ def test_a_call_that_is_bound_to_be_refused_uploads_nothing(group: int) -> None:
         read_header(frames)
         reader = threading.Thread(target=lambda: next(frames, None), daemon=True)
         reader.start()
-        reader.join(0.3)
+        reader.join(30 if group else 0.3)
         abort_with(context, error)
         yield from ()
 
+    monkeypatch.setattr(_transport, "REFUSAL_WAIT_S", 30.0)
     call = group_norm(n=8, c=64, hxw=4096, group=8)
     with (
         fake_service(execute=linger) as service,

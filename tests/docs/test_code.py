@@ -107,7 +107,7 @@ def test_commands_of_the_quickstart_run(
     _write_call(tmp_path)
     monkeypatch.chdir(tmp_path)
     if arguments[0] == "bench":
-        arguments += ["--duration", "0.3s", "--allow-client-bound"]
+        arguments += ["--duration", "2s", "--allow-client-bound"]
     result = CliRunner().invoke(client_app, arguments, env={"NPUGRAD_TARGET": server.address})
     # The validated call is one that breaks rules, so that there is something to see.
     assert result.exit_code == (1 if arguments[0] == "validate" else 0), result.output

@@ -227,7 +227,7 @@ def both_ways(channel: grpc.Channel, record: OpRecord, message: Any) -> list[Npu
 
 
 def eventually(
-    condition: Callable[[], Any], what: str, running: ServerProcess, timeout_s: float = 30.0
+    condition: Callable[[], Any], what: str, running: ServerProcess, timeout_s: float = 120.0
 ) -> Any:
     """Asks a server until something is so, at most fifty times a second, and returns what was found."""
     end, pause = time.monotonic() + timeout_s, threading.Event()

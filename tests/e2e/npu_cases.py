@@ -15,7 +15,8 @@ from tests.e2e.npu_load import WIDE
 from tests.operators import FLOYD, GROUP_NORM
 
 NONE, ONE, TWO = range(1), range(1, 2), range(2, 3)
-UP_TO_ONE, UP_TO_TWO, UP_TO_FOUR, SOME = range(2), range(1, 3), range(5), range(1, sys.maxsize)
+UP_TO_ONE, UP_TO_FOUR, SOME = range(2), range(5), range(1, sys.maxsize)
+UP_TO_TWO, UP_TO_TWO_OR_NONE = range(1, 3), range(3)
 """How many: none, exactly one, exactly two, ..., one or more."""
 
 PLAN, RUN = f"{GROUP_NORM.aclnn_name}GetWorkspaceSize", GROUP_NORM.aclnn_name
@@ -321,7 +322,11 @@ GONE = (
     FaultCase(
         "all-devices-down",
         "kernel:*:507015",
-        (Expected("NO_DEVICE", _UNAVAILABLE, None, ("returned 507015",), SOME),),
+        (
+            Expected("NO_DEVICE", _UNAVAILABLE, None, ("returned 507015",), SOME),
+            # If the second device has nothing else to do when the first one's call comes to it.
+            Expected("WORKER_LOST", _UNAVAILABLE, 507015, ("returned 507015",), UP_TO_TWO_OR_NONE),
+        ),
         elsewhere=UP_TO_FOUR,
         replaced=SOME,
         sick=("npu:0", "npu:1"),

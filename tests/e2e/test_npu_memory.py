@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from tests.calls import Sample, call_unary, failure_of, sample
+from tests.calls import TIMEOUT_S, Sample, call_unary, failure_of, sample
 from tests.e2e.harness import eventually
 
 from npugrad.agreement import agreement
 from npugrad.layout import view
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from tests.fix_npu import NpuServer, StartNpuServer
 
 pytestmark = [pytest.mark.npu_sim, pytest.mark.slow]
@@ -24,13 +27,15 @@ KERNELS = "kernels.aclnnGroupNormBackward"
 OWN_MIB = 16
 """Workspace in MiB that the simulated operator asks for before the plan adds some."""
 METRICS = ("--metrics-listen", "127.0.0.1:0")
-SLOWLY = ";kernel_ms=1500"
+SLOWLY = ";kernel_ms=3000"
 """So that calls meet; put into force when the first, tiny calls of the start are over."""
 
 
-def good_call(running: NpuServer, made: Sample) -> Any:
-    """A call whose results are within tolerance; what produced them."""
+def good_call(running: NpuServer, made: Sample, start: Callable[[], object] = lambda: None) -> Any:
+    """A call whose results are within tolerance; what produced them. Once connected, it waits for `start`."""
     with running.process.channel() as channel:
+        grpc.channel_ready_future(channel).result(TIMEOUT_S)
+        start()
         result = call_unary(channel, made.record, made.message())
     results = {}
     for name, meta in made.outputs.items():
@@ -46,8 +51,9 @@ def together(running: NpuServer, calls: int) -> list[Any]:
     """Calls of two kinds at once, each checked; what produced each of them."""
     # A kind's workspace is known once one call has told it, so equal calls might ask once or twice.
     made = [sample(seed=seed, n=1 + seed % 2) for seed in range(calls)]
+    barrier = threading.Barrier(calls)
     with ThreadPoolExecutor(calls) as pool:
-        return list(pool.map(lambda each: good_call(running, each), made))
+        return list(pool.map(lambda each: good_call(running, each, barrier.wait), made))
 
 
 def metrics_of(running: NpuServer) -> dict[str, float]:

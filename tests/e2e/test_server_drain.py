@@ -20,15 +20,7 @@ from npugrad.v1 import backward_pb2_grpc
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tests.fix_server import ServerProcess, StartServer
-
-
-def wait_accepted(server: ServerProcess, count: int) -> None:
-    """Waits until so many calls were admitted."""
-    for _ in range(2000):
-        if server.info().accepted_calls >= count:
-            return
-    pytest.fail(f"fewer than {count} calls were admitted")
+    from tests.fix_server import StartServer
 
 
 def test_everything_is_served_during_the_drain_delay(start_server: StartServer) -> None:
@@ -59,20 +51,21 @@ def test_drain_lets_everything_finish_that_was_opened_before_goaway(start_server
     """One call runs, one waits, one uploads, one only announced itself, of one not even the header came."""
     draining = start_server(devices="test:1?ms=300&compute=1", check_end=False)
     made, large, gate = sample(), sample(hxw=UPLOAD_HXW), threading.Event()
-    left = threading.Event()
+    ready, left = threading.Event(), threading.Event()
     with draining.channel() as channel:
         stub = backward_pb2_grpc.BackwardServiceStub(channel)
         uploads = [stub.Execute(gated(large.frames(), gate, n), timeout=TIMEOUT_S) for n in (0, 1, 2)]
         accepted = [stub.GroupNormBackward.future(made.message(), timeout=TIMEOUT_S) for _ in range(2)]
-        wait_accepted(draining, 3)
-        states: list[grpc.ChannelConnectivity] = []
+        draining.wait_accepted(3)
 
         def changed(state: grpc.ChannelConnectivity) -> None:
-            states.append(state)
-            if grpc.ChannelConnectivity.READY in states and state is not grpc.ChannelConnectivity.READY:
+            if state is grpc.ChannelConnectivity.READY:
+                ready.set()
+            elif ready.is_set():
                 left.set()
 
         channel.subscribe(changed)
+        assert ready.wait(TIMEOUT_S)
         draining.signal()
         assert left.wait(TIMEOUT_S)
         with pytest.raises(grpc.RpcError) as caught:
@@ -96,7 +89,7 @@ def test_drain_that_takes_too_long_is_cut_and_said(start_server: StartServer) ->
     with stuck.channel() as channel:
         stub = backward_pb2_grpc.BackwardServiceStub(channel)
         call = stub.GroupNormBackward.future(made.message(label="forever"), timeout=TIMEOUT_S)
-        wait_accepted(stuck, 1)
+        stuck.wait_accepted(1)
         stuck.signal(signal.SIGINT)
         assert stuck.wait() == 1
         failure = failure_of(call.result)
@@ -115,7 +108,7 @@ def test_second_signal_ends_at_once(start_server: StartServer) -> None:
         watch = watch_health(channel)
         assert next(watch).status == SERVING
         call = stub.GroupNormBackward.future(made.message(label="forever"), timeout=TIMEOUT_S)
-        wait_accepted(stuck, 1)
+        stuck.wait_accepted(1)
         stuck.signal()
         assert next(watch).status == NOT_SERVING
         stuck.signal()

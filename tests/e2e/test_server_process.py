@@ -76,7 +76,7 @@ def test_a_server_whose_standard_error_nobody_reads_answers_and_ends(
 
 def test_workers_that_were_all_stopped_are_replaced(start_server: StartServer) -> None:
     """Nobody has a deadline, so only the server can notice. It is not serving meanwhile."""
-    hung = start_server("--heartbeat-timeout-s", "2", devices="test:2?compute=1")
+    hung = start_server("--heartbeat-timeout-s", "6", devices="test:2?compute=1")
     made = sample()
     with hung.channel() as channel:
         watch = watch_health(channel)
@@ -91,7 +91,7 @@ def test_workers_that_were_all_stopped_are_replaced(start_server: StartServer) -
         watch.cancel()
     (first, second) = hung.info().devices
     assert first.restarts == second.restarts == 1
-    assert len(hung.log_lines("test:0: killing its worker: the worker did not answer for 2 s")) == 1
+    assert len(hung.log_lines("test:0: killing its worker: the worker did not answer for 6 s")) == 1
 
 
 # --------------------------------------------------------------------------------------- descriptors

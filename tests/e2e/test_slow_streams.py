@@ -11,6 +11,7 @@ import pytest
 from tests.calls import TIMEOUT_S, call_execute, failure_of, sample
 from tests.e2e.harness import eventually
 from tests.fix_server import run_server
+from tests.proofs.slow_streams import repeated_request
 
 from npugrad.errors import DeadlineExceeded
 from npugrad.v1 import backward_pb2_grpc
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.slow
 
+LARGE_BYTES = 24_000_000
 UPLOAD_PAUSE_S, REPLY_PAUSE_S = 0.05, 0.4
 RATED = (
     *("--upload-min-bytes-per-s", "1048576", "--upload-idle-timeout-s", "2"),
@@ -52,7 +54,7 @@ def limited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]
 @pytest.fixture(scope="module")
 def large() -> Sample:
     """Operands and one result of 24 MB: far beyond what gRPC buffers."""
-    return sample(n=1, c=4, hxw=1_500_000, group=2)
+    return sample(n=1, c=4, hxw=LARGE_BYTES // 16, group=2)
 
 
 def slowly(frames: Iterator[Any], pause_s: float) -> Iterator[Any]:
@@ -72,9 +74,11 @@ def end_of_upload(running: ServerProcess, made: Sample, chunk_bytes: int) -> str
     return str(failure.error)
 
 
-def end_of_reply(running: ServerProcess, made: Sample) -> str:
+def end_of_reply(running: ServerProcess) -> str:
+    """What the caller of a reply of 24 MB is told, whose operands need no upload that takes time as well."""
     with running.channel() as channel:
-        replies = backward_pb2_grpc.BackwardServiceStub(channel).Execute(made.frames(), timeout=TIMEOUT_S)
+        stub = backward_pb2_grpc.BackwardServiceStub(channel)
+        replies = stub.Execute(iter([repeated_request(LARGE_BYTES)]), timeout=TIMEOUT_S)
         with pytest.raises(grpc.RpcError) as caught:
             list(slowly(replies, REPLY_PAUSE_S))
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
@@ -93,13 +97,13 @@ def test_upload_that_takes_longer_than_it_may_is_ended(limited: ServerProcess, l
     assert "expected all of it within 1 s" in end_of_upload(limited, large, 2**16)
 
 
-def test_reply_taken_below_the_least_rate_is_ended(rated: ServerProcess, large: Sample) -> None:
-    told = end_of_reply(rated, large)
+def test_reply_taken_below_the_least_rate_is_ended(rated: ServerProcess) -> None:
+    told = end_of_reply(rated)
     assert "expected at least 1.07374e+09 bytes/s after the first 2 s" in told
 
 
-def test_reply_that_takes_longer_than_it_may_is_ended(limited: ServerProcess, large: Sample) -> None:
-    assert "expected all of it within 0.5 s" in end_of_reply(limited, large)
+def test_reply_that_takes_longer_than_it_may_is_ended(limited: ServerProcess) -> None:
+    assert "expected all of it within 0.5 s" in end_of_reply(limited)
 
 
 # --------------------------------------------------------------------------------------- what others notice

@@ -48,6 +48,8 @@ _INFEASIBLE_S, _LONG_MS = 1.0, 2000
 """A deadline that calls of so many milliseconds cannot meet, and that has time to reach a busy machine."""
 _TAUGHT = 3
 """So many calls are needed until a deadline is refused by their time."""
+_PROBE_S = 2.0
+"""Seconds, at least, to measure the capacity for, so that a moment without a processor does not halve it."""
 _TIMEOUT_S = 60.0
 _IN_FLIGHT = 4 * DEVICES
 """So many calls at once keep all devices busy."""
@@ -219,7 +221,7 @@ async def _overload(server: ServerProcess, certificates: Certificates, seconds: 
             tls = Tls(ca=certificates.authority, certificate=certificate, key=key)
             client = AsyncClient(server.address, tls=tls, timeout_s=_TIMEOUT_S, retry=None)
             callers.append(Caller(name, await stack.enter_async_context(client)))
-        probing = int(seconds / 8 * DEVICES / SERVICE_MS * 1000)
+        probing = int(max(seconds / 8, _PROBE_S) * DEVICES / SERVICE_MS * 1000)
         capacity = await _capacity(callers[-1], probing)
         callers[-1].calls.clear()
         before = _launches(server)

@@ -143,12 +143,17 @@ class Poisoning:
         )
 
 
-def _poison(address: str, way: str, end_s: float) -> Counter[str]:
-    """Calls until a time; returns what it was told, by reason."""
+def _poison(address: str, way: str, end_s: float, neighbour: Neighbour) -> Counter[str]:
+    """Calls until a time, and until it was refused and the neighbour had an answer; what it was told."""
     told: Counter[str] = Counter()
     call, pause = _arguments(3), threading.Event()
     with Client(address, timeout_s=DEADLINE_S, retry=None) as client:
-        while time.monotonic() < end_s:
+        begin_s = time.monotonic()
+
+        def is_met() -> bool:
+            return told["CIRCUIT_OPEN"] > 0 and bool(neighbour.first_from_each(begin_s))
+
+        while time.monotonic() < end_s or not (is_met() or time.monotonic() > end_s + _TIMEOUT_S):
             try:
                 client.group_norm_backward(**call, label=way)
                 told["OK"] += 1
@@ -167,7 +172,7 @@ def prove(server: ServerProcess, way: str, seconds: float) -> Poisoning:
         start_s = time.monotonic()
         neighbour.wait(lambda: time.monotonic() >= start_s + seconds)
         middle_s = time.monotonic()
-        told = _poison(server.address, way, middle_s + seconds)
+        told = _poison(server.address, way, middle_s + seconds, neighbour)
         end_s = time.monotonic()
         is_back = neighbour.wait(lambda: len(neighbour.first_from_each(end_s)) == 2)
         back = neighbour.first_from_each(end_s)

@@ -236,18 +236,18 @@ def report(folder: Path, environment: Mapping[str, str], timeout_s: float = 30) 
 
 @pytest.mark.npu_sim
 @pytest.mark.parametrize(
-    ("plan", "problem"),
+    ("plan", "timeout_s", "problem"),
     [
-        ("aclInit:*:hang", "the NPU driver did not answer within 3 s"),
-        ("aclInit:*:kill", "the process that looks for NPUs exited with status -9: "),
+        ("aclInit:*:hang", 3, "the NPU driver did not answer within 3 s"),
+        ("aclInit:*:kill", 30, "the process that looks for NPUs exited with status -9: "),
     ],
 )
 def test_a_driver_that_hangs_or_crashes_is_told_in_time_and_no_reason_to_take_a_cpu(
-    cann_sim: Installation, tmp_path: Path, plan: str, problem: str
+    cann_sim: Installation, tmp_path: Path, plan: str, timeout_s: float, problem: str
 ) -> None:
     node = tmp_path / "davinci0"
     node.touch()
-    found = report(tmp_path, npu_environment(cann_sim, tmp_path, plan), timeout_s=3)
+    found = report(tmp_path, npu_environment(cann_sim, tmp_path, plan), timeout_s)
     assert (found.problems, found.device_nodes) == ((problem,), (str(node),))
     assert "auto found NPUs that cannot be used" in problems(found)[0]
 

@@ -138,13 +138,21 @@ async def _longest_gap_s(work: Any) -> float:
 
 @pytest.mark.slow
 def test_loop_turns_while_a_content_is_made() -> None:
-    """Making it on the loop would hold it up for the whole time, which is some tenths of a second."""
+    """Making it on the loop would hold it up for the whole time, which is some tenths of a second.
+
+    The better of three tries counts: other processes hold the loop up as well, but not each time.
+    """
     size = 2**25
     recipe = Recipe("normal", shape=(size,))
     call = RECORD.build(n=1, c=1, hxw=size, group=1)
     memory = bytearray(4 * size)
-    ticket = admitted(memory, call, 0)
-    start = time.perf_counter()
-    recipe.fill(memoryview(memory))
-    alone_s = time.perf_counter() - start
-    assert asyncio.run(_longest_gap_s(Maker().write(ticket, content(recipe)))) < alone_s / 2
+    gaps = []
+    for _ in range(3):
+        start = time.perf_counter()
+        recipe.fill(memoryview(memory))
+        alone_s = time.perf_counter() - start
+        ticket = admitted(memory, call, 0)
+        gaps.append(asyncio.run(_longest_gap_s(Maker().write(ticket, content(recipe)))) / alone_s)
+        if gaps[-1] < 0.5:
+            break
+    assert min(gaps) < 0.5, gaps

@@ -316,7 +316,7 @@ def test_what_cannot_be_measured_is_told(flags: str, message: str) -> None:
 def test_calls_that_the_warm_up_took_all_are_told(load: str) -> None:
     """Those of all workers and of the warm-up count together."""
     with fake_service() as service:
-        flags = ["--workers", "2", "--calls", "5", "--warm-up", "1s", "--duration", "100ms"]
+        flags = ["--workers", "2", "--calls", "5", "--warm-up", "3s", "--duration", "100ms"]
         done = run("bench", load, *flags, ALL_THE_SAME, target=service.address)
     assert done.exit_code == 1
     assert len(service.methods) == 5 + 2, "5 and one with which each worker connects"

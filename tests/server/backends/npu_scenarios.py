@@ -240,7 +240,7 @@ def without_events() -> dict[str, float]:
     missing = Missing(next(symbol for symbol in RUNTIME if symbol.name == name), ("libascendcl.so",))
     runtime = Runtime(Functions({**cann.runtime.by_name, name: missing}))
     lane = Lane(NpuDevice(0, 1), runtime, Launcher(cann, runtime))
-    Simulator(Installation(Path(os.environ["ASCEND_HOME_PATH"]))).set_plan("copy_ms=60;kernel_ms=100")
+    Simulator(Installation(Path(os.environ["ASCEND_HOME_PATH"]))).set_plan("copy_ms=400;kernel_ms=100")
     found = checked(lane.run, GROUP_NORM, NORM)
     return {"copy_in": found.copy_in_s, "run": found.run_s, "copy_out": found.copy_out_s}
 

@@ -123,11 +123,11 @@ def test_what_is_checked_and_asked_for_is_so_for_a_call_by_number_as_well(npu_wo
 
 
 def test_the_stages_are_told_apart(npu_worker: NpuWorker) -> None:
-    npu_worker.plan("copy_ms=30;kernel_ms=150")
+    npu_worker.plan("copy_ms=400;kernel_ms=150")
     done = npu_worker.check(GROUP_NORM, NORM)
-    assert done.copy_in_s > 0.15  # five operands
-    assert 0.15 <= done.run_s < 0.3
-    assert done.copy_out_s >= 0.09
+    assert done.copy_in_s >= 2.0  # five operands
+    assert 0.15 <= done.run_s < 0.4  # without any copy
+    assert done.copy_out_s >= 1.2
 
 
 def test_each_stream_stays_on_its_thread_and_every_queued_copy_is_pinned(
@@ -471,7 +471,7 @@ def test_a_device_that_fails_ends_its_worker_with_the_reason(
 
 
 def test_a_hang_is_cut_by_the_bounded_wait(start_npu_worker: StartNpuWorker) -> None:
-    worker = start_npu_worker(hang_grace_s=1.0)
+    worker = start_npu_worker(hang_grace_s=4.0)
     worker.plan("kernel:1:hang")
     start = time.monotonic()
     said = worker.ask(GROUP_NORM, NORM, deadline_s=start + 1.0)
@@ -479,7 +479,7 @@ def test_a_hang_is_cut_by_the_bounded_wait(start_npu_worker: StartNpuWorker) -> 
     assert isinstance(said, DeviceFailed), said
     assert (said.code, said.retry, said.exempt) == (507046, False, True)
     assert "aclrtSynchronizeStreamWithTimeout returned 507046" in said.message
-    assert 1.0 < took < 1.95  # before the pool would end it
+    assert 1.0 < took < 4.95  # before the pool would end it
     assert worker.process.wait(10) == EXIT_DEVICE_LOST
 
 

@@ -68,9 +68,9 @@ def test_workspace_is_asked_for_once_however_often_a_call_is_tried(run_on_sim: R
 
 def test_stages_are_told_apart_where_cann_has_no_events(run_on_sim: Run) -> None:
     found, report = scenario(run_on_sim, "without_events")
-    assert found["copy_in"] >= 0.3  # five operands, 60 ms each
-    assert 0.1 <= found["run"] < 0.25
-    assert found["copy_out"] >= 0.18
+    assert found["copy_in"] >= 2.0  # five operands, 400 ms each
+    assert 0.1 <= found["run"] < 0.4  # without any copy
+    assert found["copy_out"] >= 1.2
     assert report.counters()["calls.aclrtRecordEvent"] == 0
 
 

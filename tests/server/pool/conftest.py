@@ -185,7 +185,7 @@ def _words(path: Path) -> list[str]:
         return []
 
 
-async def until(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
+async def until(condition: Callable[[], object], timeout_s: float = 120.0) -> None:
     """Waits for something that no event announces."""
     end = time.monotonic() + timeout_s
     while not condition():

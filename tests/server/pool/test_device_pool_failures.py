@@ -233,13 +233,13 @@ def test_a_call_without_a_deadline_ends_with_the_run_limit_and_is_not_tried_agai
 
     async def scenario(pool: DevicePool) -> None:
         await pool.wait_ready(30)
-        with pytest.raises(DeadlineExceeded, match=r"ran for more than 0\.2 s, the limit of the server"):
+        with pytest.raises(DeadlineExceeded, match=r"ran for more than 2 s, the limit of the server"):
             await job(label="stuck").run(pool)
         await job(label="next").check(pool)
         (status,) = pool.devices()
         assert (status.state, status.restarts) == (DeviceState.READY, 1)
 
-    run_pool(scenario, "test:1?hang=stuck&compute=1", observer=losses, run_limit_s=0.2)
+    run_pool(scenario, "test:1?hang=stuck&compute=1", observer=losses, run_limit_s=2.0)
     assert losses.requeued == []
     assert losses.attempts == [1, 1]
 
@@ -252,12 +252,12 @@ def test_a_worker_is_not_to_blame_when_the_whole_server_stood_still(run_pool: An
         call = asyncio.ensure_future(job(label="slow").check(pool))
         await asyncio.sleep(0)
         os.kill(_pid(pool, 0), signal.SIGSTOP)
-        time.sleep(2.0)  # noqa: ASYNC251 - the event loop stands still
+        time.sleep(5.0)  # noqa: ASYNC251 - the event loop stands still
         os.kill(_pid(pool, 0), signal.SIGCONT)
         assert (await call).info.attempts == 1
         assert pool.devices()[0].restarts == 0
 
-    run_pool(scenario, "test:1?ms=2500&compute=1", heartbeat_timeout_s=1.5)
+    run_pool(scenario, "test:1?ms=6000&compute=1", heartbeat_timeout_s=4.0)
 
 
 def test_a_hanging_call_that_was_cancelled_does_not_hold_the_device_for_ever(run_pool: Any, job: Any) -> None:
@@ -377,7 +377,7 @@ def test_a_device_that_opens_too_slowly_is_ended(run_pool: Any) -> None:
             await pool.wait_ready(30)
         assert pool.devices()[0].state is DeviceState.DOWN
 
-    run_pool(scenario, "test:1?open_ms=30000", worker_start_timeout_s=0.3, max_respawns=0)
+    run_pool(scenario, "test:1?open_ms=30000", worker_start_timeout_s=2, max_respawns=0)
 
 
 def test_waiting_for_readiness_has_an_end(run_pool: Any) -> None:

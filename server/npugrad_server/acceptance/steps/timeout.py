@@ -25,7 +25,7 @@ TIMED_OUT = 507046
 """Code: a stream was not done within the time of a bounded wait."""
 _TARGET_S, _LEAST_S = 1.0, 0.05
 _SHORT_S = 0.001
-_SHARE = 5
+_SHARE = 2
 """Under the pool, a call may run for the long call's time divided by this."""
 _TOLD_S = 5.0
 """Seconds in which the worker must notice the timeout and end."""
