@@ -198,6 +198,7 @@ def test_kills_and_callers_who_leave_lose_no_byte_of_device_memory(run_pool: Any
         streams_per_device=3,
         max_attempts=10,
         max_respawns=10,
+        circuit_deaths=0,  # the kills come from outside, and may hit a call twice
     )
     assert tally.asked["postponed"] >= tally.postponed > 0
     assert tally.asked["refused"] == 0
