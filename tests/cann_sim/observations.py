@@ -56,7 +56,7 @@ def launch_statuses(runtime: Runtime) -> list[tuple[str, int]]:
         try:
             rig = Rig(runtime)
             rig.launch(stream)
-            runtime.call("aclrtSynchronizeStreamWithTimeout", stream, 1000)
+            runtime.call("aclrtSynchronizeStreamWithTimeout", stream, 4000)
             seen.append(("", 0))
         except CannError as error:
             seen.append((error.function, error.code))

@@ -244,7 +244,7 @@ def test_a_server_that_comes_back_is_found_again(tmp_path: Path) -> None:
         with fake_service(address=address):
             client.group_norm_backward(**group_norm())
         flying = client.submit.group_norm_backward(**group_norm())
-        assert not wait([flying], 1).done, "it did not wait for the server"
+        assert not wait([flying], 3).done, "it did not wait for the server"
         with fake_service(address=address):
             assert flying.result(30).info.tries > 1
 

@@ -329,7 +329,7 @@ def test_clients_that_are_left_behind_leave_nothing_and_say_nothing() -> None:
             for _ in range(8):
                 act(policy)
             gc.collect()
-            for _ in range(400):
+            for _ in range(4000):
                 if is_little():
                     break
                 time.sleep(0.01)

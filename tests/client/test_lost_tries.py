@@ -282,7 +282,7 @@ def test_an_upload_whose_server_is_lost_says_so(is_async: bool) -> None:
         context.abort(grpc.StatusCode.UNAVAILABLE, "gone for good")
 
     with fake_service(execute=execute) as service:
-        brief = RetryPolicy(max_tries=2, retry_for_s=1.0, max_backoff_s=0.05)
+        brief = RetryPolicy(max_tries=2, retry_for_s=3.0, max_backoff_s=0.5)
         found = calls(is_async, service.address, 2, group_norm(n=2, c=64, hxw=16_384), brief)
     assert all(isinstance(error, ConnectError) and "gone for good" in str(error) for error in found), found
     assert min(error.tries for error in found) > 2
@@ -300,18 +300,18 @@ def test_a_deadline_in_mid_upload_tells_how_much_had_gone(is_async: bool) -> Non
 
     call = group_norm(n=2, c=64, hxw=65_536)
     with fake_service(execute=stall) as service:
-        policy = RetryPolicy(try_timeout_s=1.0, max_tries=1)
+        policy = RetryPolicy(try_timeout_s=4.0, max_tries=1)
         (error,) = calls(is_async, service.address, 1, call, policy)
         end.set()
     assert isinstance(error, DeadlineExceeded)
     found = re.fullmatch(
-        rf"group_norm_backward: the deadline of 1 s passed after ([0-9.]+) MiB of 64 MiB had been sent to "
+        rf"group_norm_backward: the deadline of 4 s passed after ([0-9.]+) MiB of 64 MiB had been sent to "
         rf"{service.address} at ([0-9.]+) [KM]iB/s; at that rate the upload alone takes ([0-9.e+]+) s",
         str(error),
     )
     assert found, str(error)
     assert 0 < float(found[1]) < 64
-    assert float(found[3]) > 1
+    assert float(found[3]) > 4
 
 
 def test_a_deadline_before_anything_has_gone_says_so() -> None:

@@ -245,7 +245,7 @@ def test_the_try_that_was_answered_is_told_as_done(make: Make) -> None:
         return gate.unary(record, request, context) if next(tries) == 1 else zeros(record, request, context)
 
     with fake_service(held_once) as fake:
-        hedged = RetryPolicy(hedge_after_s=1.0, max_tries=2)
+        hedged = RetryPolicy(hedge_after_s=3.0, max_tries=2)
         answer = make(fake.address, {**group_norm(), "progress": seen.append}, retry=hedged)
         gate.open()
     assert answer.info.tries == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -200,6 +201,15 @@ def test_a_refusal_at_the_header_ends_the_upload_and_frees_its_memory() -> None:
 # ---------------------------------------------------------------------------------------------- deadlines
 
 
+def assert_waited(error: DeadlineExceeded, address: str, timeout_s: float) -> None:
+    """It says for how long: all of the time, but for what passed before the call was sent."""
+    found = re.fullmatch(
+        rf"group_norm_backward: no answer from {re.escape(address)} within ([\d.]+) s", str(error)
+    )
+    assert found, error
+    assert timeout_s / 2 < float(found[1]) <= timeout_s
+
+
 @WAYS
 def test_a_deadline_ends_a_call_that_stalls(stream_from_bytes: int) -> None:
     gate = Gate()
@@ -214,9 +224,9 @@ def test_a_deadline_ends_a_call_that_stalls(stream_from_bytes: int) -> None:
         Client(service.address, stream_from_bytes=stream_from_bytes) as client,
     ):
         with pytest.raises(DeadlineExceeded) as caught:
-            client.group_norm_backward(**group_norm(), timeout_s=0.3)
+            client.group_norm_backward(**group_norm(), timeout_s=2)
         gate.open()
-    assert str(caught.value) == (f"group_norm_backward: no answer from {service.address} within 0.3 s")
+    assert_waited(caught.value, service.address, 2)
     assert not caught.value.retryable
 
 
@@ -247,10 +257,11 @@ def test_nan_is_no_deadline() -> None:
 
 def test_the_clients_deadline_holds_where_a_call_has_none() -> None:
     gate = Gate()
-    with fake_service(gate.unary) as service, Client(service.address, timeout_s=0.2) as client:
-        with pytest.raises(DeadlineExceeded, match=r"within 0\.2 s"):
+    with fake_service(gate.unary) as service, Client(service.address, timeout_s=2) as client:
+        with pytest.raises(DeadlineExceeded) as caught:
             client.group_norm_backward(**group_norm())
         gate.open()
+    assert_waited(caught.value, service.address, 2)
 
 
 # ------------------------------------------------------------------------------------------------ threads

@@ -163,7 +163,7 @@ def _make_account(root: Path, passwd: str, group: str) -> subprocess.CompletedPr
     (root / "etc/passwd").write_text(passwd)
     (root / "etc/group").write_text(group)
     command = ["sh", str(IMAGE / "account.sh"), str(root)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
 def _installed(tools: dict[str, str], **environment: str) -> subprocess.CompletedProcess[str]:

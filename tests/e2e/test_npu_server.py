@@ -316,7 +316,7 @@ def test_deterministic_calls_of_eight_streams_have_the_bits_of_a_single_one(
     start_npu_server: StartNpuServer,
 ) -> None:
     """Without the option the simulator's results differ from run to run."""
-    running = start_npu_server("--streams-per-device", "8", plan="kernel_ms=2")
+    running = start_npu_server("--streams-per-device", "8", plan="kernel_ms=30")
     sample = fill(GROUP_NORM, GROUP_NORM.build(n=4, c=32, hxw=64, group=4))
 
     def results(channel: grpc.Channel, deterministic: bool, count: int) -> list[bytes]:

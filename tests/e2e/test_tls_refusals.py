@@ -53,7 +53,7 @@ def read(address: str, tls: Tls | None) -> list[ConnectError]:
     with pytest.raises(ConnectError) as caught:
         asyncio.run(asyncio.wait_for(work(), 30))
     found.append(caught.value)
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 25
     return found
 
 

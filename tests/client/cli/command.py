@@ -27,7 +27,7 @@ def process(*arguments: str, target: str = "", **environment: str) -> subprocess
     """The command as an own process."""
     variables = {**os.environ, "NPUGRAD_TARGET": target or NOWHERE, **environment}
     command = [sys.executable, "-m", "npugrad_client.cli", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=variables, timeout=60, check=False)
+    return subprocess.run(command, capture_output=True, text=True, env=variables, timeout=300, check=False)
 
 
 def flags(name: str, values: tuple[str, ...]) -> list[str]:

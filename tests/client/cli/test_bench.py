@@ -461,7 +461,7 @@ def test_an_encrypted_server_is_measured(
 
 def _is_gone(group: int) -> bool:
     """Whether nobody of a process group is left; Python's own tracker of resources takes a moment."""
-    for _ in range(500):
+    for _ in range(3000):
         try:
             os.killpg(group, 0)
         except ProcessLookupError:

@@ -154,10 +154,10 @@ def test_a_tool_that_hangs_is_left_behind(tmp_path: Path, monkeypatch: pytest.Mo
     tool.write_text("#!/bin/sh\necho begun\nexec sleep 600\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.setattr(node, "_COMMAND_S", 0.5)
+    monkeypatch.setattr(node, "_COMMAND_S", 3.0)
     path = tmp_path / "all.tgz"
     with Bundle(path) as bundle:
         collect(bundle)
     said = contents(path)["node/npu-smi.txt"].decode()
     assert "begun" in said
-    assert "did not end within 0.5 s" in said
+    assert "did not end within 3 s" in said

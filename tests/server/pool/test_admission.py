@@ -151,10 +151,15 @@ def test_what_fits_exactly_is_let_in(job: Any) -> None:
 
 
 def refused(
-    admission: AdmissionControl, planned: Any, waiting: int, forecast: Forecast | None = None
+    admission: AdmissionControl,
+    planned: Any,
+    waiting: int,
+    forecast: Forecast | None = None,
+    now: float | None = None,
 ) -> float:
+    now = time.monotonic() if now is None else now
     with pytest.raises(ServerBusy) as caught:
-        admission.reserve(planned, waiting, forecast or open_scheduler().forecast, time.monotonic())
+        admission.reserve(planned, waiting, forecast or open_scheduler().forecast, now)
     assert caught.value.reason == "QUEUE_FULL"
     assert caught.value.retry_after_s is not None
     return caught.value.retry_after_s
@@ -187,17 +192,17 @@ def test_a_part_of_an_arena_that_cannot_be_aligned_is_not_promised(job: Any) -> 
 def test_a_caller_is_asked_to_wait_until_its_tenants_turn(job: Any) -> None:
     """All callers were asked to wait for the calls of all of them."""
     admission, planned, scheduler = AdmissionControl(SETTINGS, 0), job().planned, open_scheduler()
-    assert refused(admission, planned, 5, scheduler.forecast) == 0.1
     now = time.monotonic()
+    assert refused(admission, planned, 5, scheduler.forecast, now) == 0.1
     for number in range(21):
         scheduler.submit(state(planned, number, expected_s=1.0, tenant=Tenant("other")), now)
-    assert refused(admission, planned, 5, scheduler.forecast) == pytest.approx(1, rel=0.1)
+    assert refused(admission, planned, 5, scheduler.forecast, now) == pytest.approx(1, rel=0.1)
     for number in range(21, 26):
         scheduler.submit(state(planned, number, expected_s=1.0), now)
-    assert refused(admission, planned, 5, scheduler.forecast) == pytest.approx(1 + 5 + 5, rel=0.1)
+    assert refused(admission, planned, 5, scheduler.forecast, now) == pytest.approx(1 + 5 + 5, rel=0.1)
     for number in range(26, 126):
         scheduler.submit(state(planned, number, expected_s=1.0), now)
-    assert refused(admission, planned, 5, scheduler.forecast) == 30.0
+    assert refused(admission, planned, 5, scheduler.forecast, now) == 30.0
 
 
 def state(planned: Any, number: int, **facts: Any) -> CallState:
@@ -206,26 +211,27 @@ def state(planned: Any, number: int, **facts: Any) -> CallState:
 
 def test_a_call_that_would_miss_its_deadline_is_told_so_when_it_comes(job: Any) -> None:
     admission, scheduler = AdmissionControl(SETTINGS, 0), open_scheduler()
-    planned = job(timeout_s=0.5).planned
-    work, now = work_size_of(planned), time.monotonic()
-    admission.reserve(planned, 0, scheduler.forecast, time.monotonic())  # nothing is known of such calls
+    now = time.monotonic()
+    planned, later = (replace(job().planned, deadline_s=now + left_s) for left_s in (0.5, 3))
+    work = work_size_of(planned)
+    admission.reserve(planned, 0, scheduler.forecast, now)  # nothing is known of such calls
     for _ in range(100):
         scheduler.forecast.run_times.learn(0, work, 1.0, now)
     found = (
         r"group_norm_backward: deadline: found 1\.05 s predicted, 0 s of waiting and 1\.05 s of running; "
-        r"expected at most the 0\.\d+ s that are left"
+        r"expected at most the 0\.5 s that are left"
     )
     with pytest.raises(ServerBusy, match=found) as caught:
-        admission.reserve(planned, 0, scheduler.forecast, time.monotonic())
+        admission.reserve(planned, 0, scheduler.forecast, now)
     assert caught.value.reason == "WOULD_MISS_DEADLINE"
     assert caught.value.retry_after_s is None, "no wait helps"
-    admission.reserve(job(timeout_s=3).planned, 0, scheduler.forecast, time.monotonic())
+    admission.reserve(later, 0, scheduler.forecast, now)
     for number in range(9):
         scheduler.submit(state(planned, number, expected_s=1.0), now)
     with pytest.raises(ServerBusy, match=r"11\.\d+ s of waiting and 1\.05 s of running") as caught:
-        admission.reserve(job(timeout_s=3).planned, 0, scheduler.forecast, time.monotonic())
+        admission.reserve(later, 0, scheduler.forecast, now)
     assert caught.value.retry_after_s == pytest.approx(9, rel=0.1)
-    admission.reserve(job().planned, 0, scheduler.forecast, time.monotonic())
+    admission.reserve(job().planned, 0, scheduler.forecast, now)
     assert admission.operands.used_bytes > 0
 
 
@@ -233,18 +239,17 @@ def test_a_deadline_that_has_passed_is_told_so(job: Any) -> None:
     planned = job(timeout_s=-1).planned
     assert planned.deadline_s is not None
     with pytest.raises(DeadlineExceeded, match="the deadline passed 1 s before the call arrived"):
-        AdmissionControl(SETTINGS, 0).reserve(
-            planned, 0, open_scheduler().forecast, planned.deadline_s + 1
-        )
+        AdmissionControl(SETTINGS, 0).reserve(planned, 0, open_scheduler().forecast, planned.deadline_s + 1)
 
 
 def test_one_call_is_let_in_when_nobody_has_looked_for_long(job: Any) -> None:
     admission, forecast, planned = AdmissionControl(SETTINGS, 0), open_scheduler().forecast, job().planned
-    late = replace(planned, deadline_s=time.monotonic() + 1)
+    now = time.monotonic()
+    late = replace(planned, deadline_s=now + 1)
     for _ in range(3):
-        forecast.run_times.learn(0, work_size_of(planned), 100.0, time.monotonic() - 2 * STALE_S)
-    _, region, prediction = admission.reserve(late, 0, forecast, time.monotonic())
+        forecast.run_times.learn(0, work_size_of(planned), 100.0, now - 2 * STALE_S)
+    _, region, prediction = admission.reserve(late, 0, forecast, now)
     assert prediction.is_probe
     admission.operands.free(region)
     with pytest.raises(ServerBusy):
-        admission.reserve(late, 0, forecast, time.monotonic())
+        admission.reserve(late, 0, forecast, now)

@@ -82,7 +82,7 @@ def test_a_worker_killed_in_mid_call_is_replaced_and_the_call_runs_again(run_poo
         (status,) = pool.devices()
         assert (status.state, status.restarts) == (DeviceState.READY, 1)
 
-    run_pool(scenario, "test:1?ms=50&compute=1", observer=losses)
+    run_pool(scenario, "test:1?ms=1000&compute=1", observer=losses)
     assert losses.requeued == [("", "test:0")]
     assert losses.lost == [("test:0", "the worker process was killed by signal 9 (SIGKILL)")]
 
@@ -158,7 +158,7 @@ def test_a_call_moves_to_another_device_without_its_operands_being_sent_again(
         assert (outcome.info.attempts, outcome.info.device) == (2, f"test:{1 - device}")
 
     # The dead one would be back in 10 s only.
-    run_pool(scenario, "test:2?ms=50&compute=1", respawn_backoff_s=10, respawn_backoff_max_s=10)
+    run_pool(scenario, "test:2?ms=1000&compute=1", respawn_backoff_s=10, respawn_backoff_max_s=10)
 
 
 def test_results_stay_readable_after_the_death_of_their_worker(
@@ -432,7 +432,7 @@ def test_workers_do_not_outlive_a_front_that_was_killed() -> None:
         front.kill()
     assert len(workers) == 2
     for descriptor in descriptors:
-        assert select.select([descriptor], [], [], 10)[0], "a worker outlived its front process"
+        assert select.select([descriptor], [], [], 60)[0], "a worker outlived its front process"
         os.close(descriptor)
 
 
@@ -526,7 +526,8 @@ def test_processes_that_cannot_be_started_leave_nothing_behind_and_the_device_co
         await eventually(lambda: pool.devices()[0].state is DeviceState.READY)
         await job().check(pool)
 
-    run_pool(scenario, observer=losses)
+    # So late that no start comes between a loss and the limit that it is to meet.
+    run_pool(scenario, observer=losses, respawn_backoff_s=0.5, respawn_backoff_max_s=0.5)
     assert "down" in losses.states
 
 

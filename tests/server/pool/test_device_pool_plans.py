@@ -109,10 +109,11 @@ def test_a_call_whose_worker_died_is_brought_whole_to_the_next_one(
         await pool.wait_ready(30)
         first, second, third = shared(job, 3)
         await first.check(pool)
-        call = asyncio.ensure_future(second.check(pool))
-        await asyncio.sleep(0)
         pid = pool.devices()[0].pid
         assert pid is not None
+        os.kill(pid, signal.SIGSTOP)  # so that it cannot answer before it is killed
+        call = asyncio.ensure_future(second.check(pool))
+        await asyncio.sleep(0)
         os.kill(pid, signal.SIGKILL)
         assert (await call).info.attempts == 2
         await third.check(pool)  # of the new process's first number

@@ -304,7 +304,7 @@ async def until(pool: DevicePool, state: DeviceState, restarts: int) -> DeviceSt
         status = pool.devices()[0]
         if (status.state, status.restarts) == (state, restarts):
             return status
-        await asyncio.wait_for(changed.wait(), 30)
+        await asyncio.wait_for(changed.wait(), 120)
 
 
 @pytest.mark.parametrize("wrong", ["any", "layer_norm_backward"])

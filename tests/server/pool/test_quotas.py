@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -113,11 +115,16 @@ def test_a_hog_gives_way_to_others_until_it_has_its_share(full: str, run_pool: A
             return "OK"
 
         await pool.wait_ready(30)
+        pid = pool.devices()[0].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)  # no call ends before all have come
         tasks = [asyncio.create_task(call(of(HOG, 0)))]
         await until(lambda: pool.stats().running == 1)
         tasks += [asyncio.create_task(call(of(HOG, n, priority=n % 2))) for n in range(1, 9)]
         await until(lambda: pool.stats().queue_depth == 8)
         others = [asyncio.create_task(call(of(SMALL, n))) for n in range(8)]
+        await asyncio.sleep(0)
+        os.kill(pid, signal.SIGCONT)
         assert await asyncio.gather(*others) == ["OK"] * 4 + ["QUEUE_FULL True"] * 4
         told = await asyncio.gather(*tasks)
         assert told == ["OK", *("OK" if n % 2 else "QUEUE_FULL True" for n in range(1, 9))]
@@ -137,7 +144,8 @@ def test_a_prediction_knows_the_highest_priority_that_a_tenant_may_have(run_pool
         await pool.wait_ready(30)
         await of(0).run(pool)
         calls = [asyncio.ensure_future(of(0).run(pool)) for _ in range(4)]
-        await until(lambda: pool.stats().queue_depth == 3)
+        await asyncio.sleep(0)
+        assert pool.stats().queue_depth == 3
         asked, usual = pool.predict(of(100).planned)[0], pool.predict(of(0).planned)[0]
         assert asked is not None
         assert asked == pytest.approx(usual, rel=0.5)

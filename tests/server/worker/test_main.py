@@ -306,7 +306,7 @@ def test_a_call_that_nobody_waits_for_ends_early_and_one_in_the_queue_is_not_run
 
 
 def test_a_call_can_be_handed_in_again_after_it_was_given_up() -> None:
-    with worker("test:0?ms=50") as one:
+    with worker("test:0?ms=2000") as one:
         assert isinstance(one.receive(), DeviceReady)
         one.send(order(1))
         one.send(AbandonCall(1))
