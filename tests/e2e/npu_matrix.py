@@ -176,7 +176,7 @@ class Site:
             lambda: [device.state for device in self._wire.info().devices] == wanted,
             f"devices are {wanted}",
             self._server,
-            240,
+            120,
         )
 
     def _meet(self, case: FaultCase, load: NpuLoad, before: Look) -> None:
@@ -207,7 +207,7 @@ class Site:
             lambda: sum(device.restarts for device in self._wire.info().devices) >= least,
             f"{case.replaced.start} workers are started anew",
             self._server,
-            240,
+            120,
         )
         self._damaged.update(case.damaged)
         self._await_states(self._damaged | {*case.down})

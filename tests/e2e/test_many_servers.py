@@ -191,7 +191,7 @@ def test_addresses_without_a_health_service_count_as_well() -> None:
     with fake_service() as one, fake_service() as two:
         both([f"ipv4:{one.address},{two.address}"], None, UNARY, 100)
     assert len(one.methods) + len(two.methods) == 200
-    assert min(len(one.methods), len(two.methods)) >= 40
+    assert min(len(one.methods), len(two.methods)) >= 50
 
 
 def refuse(error: Exception, seen: list[str] | None = None) -> Any:

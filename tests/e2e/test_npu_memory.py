@@ -27,7 +27,7 @@ KERNELS = "kernels.aclnnGroupNormBackward"
 OWN_MIB = 16
 """Workspace in MiB that the simulated operator asks for before the plan adds some."""
 METRICS = ("--metrics-listen", "127.0.0.1:0")
-SLOWLY = ";kernel_ms=3000"
+SLOWLY = ";kernel_ms=1500"
 """So that calls meet; put into force when the first, tiny calls of the start are over."""
 
 
@@ -51,7 +51,7 @@ def together(running: NpuServer, calls: int) -> list[Any]:
     """Calls of two kinds at once, each checked; what produced each of them."""
     # A kind's workspace is known once one call has told it, so equal calls might ask once or twice.
     made = [sample(seed=seed, n=1 + seed % 2) for seed in range(calls)]
-    barrier = threading.Barrier(calls)
+    barrier = threading.Barrier(calls, timeout=2 * TIMEOUT_S)
     with ThreadPoolExecutor(calls) as pool:
         return list(pool.map(lambda each: good_call(running, each, barrier.wait), made))
 

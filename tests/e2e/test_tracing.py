@@ -169,13 +169,13 @@ def test_retries_at_several_servers_are_one_trace(start_server: StartServer, col
 def test_calls_that_fail_or_are_given_up_have_their_stages_too(
     start_server: StartServer, collector: Collector
 ) -> None:
-    server = start_server("--trace-ratio", "1", devices="test:1?ms=6000", env=collector.variables)
+    server = start_server("--trace-ratio", "1", devices="test:1?ms=5000", env=collector.variables)
     with Client(server.address, retry=None) as client:
         with pytest.raises(InvalidOperand):
             client.group_norm_backward(**{**group_norm(), "group": 3})
         (refused,) = collector.wait_for(RPC)
         with pytest.raises(DeadlineExceeded):
-            client.group_norm_backward(**group_norm(), timeout_s=4.0)
+            client.group_norm_backward(**group_norm(), timeout_s=3.0)
         given_up = collector.wait_for(RPC, 2)[1]
         client.group_norm_backward(**group_norm())  # once the device is done with the one before
     assert "decode" in {span.name for span in collector.stages(refused)}

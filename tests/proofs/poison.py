@@ -144,7 +144,10 @@ class Poisoning:
 
 
 def _poison(address: str, way: str, end_s: float, neighbour: Neighbour) -> Counter[str]:
-    """Calls until a time, and until it was refused and the neighbour had an answer; what it was told."""
+    """Calls until a time, and on until it was refused and the neighbour had an answer, within `_TIMEOUT_S`.
+
+    Returns what it was told, by reason.
+    """
     told: Counter[str] = Counter()
     call, pause = _arguments(3), threading.Event()
     with Client(address, timeout_s=DEADLINE_S, retry=None) as client:

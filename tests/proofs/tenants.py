@@ -29,7 +29,7 @@ from npugrad_client import Client, NpugradError, Tls
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-CALLERS_COUNT, OTHER_COUNT, HOG_FACTOR = 4, 8, 20
+CALLERS_COUNT, HOG_FACTOR = 4, 20
 WAYS: Mapping[str, tuple[bool, int, int]] = {
     "fresh labels": (True, 0, 2),
     "priority 100": (False, 100, 2),
@@ -42,7 +42,7 @@ SHARE, LEAST_PART = 0.5, 0.9
 _TIMEOUT_S = 60.0
 _REFUSED_PAUSE_S = 0.4
 """Between a refusal and the next call of a thread: this is about shares, not about a flood."""
-_DEVICES, _MAX_QUEUE_DEPTH = "test:1?ms=20", 32
+_DEVICES, _MAX_QUEUE_DEPTH = "test:1?ms=40", 32
 _RECORD = OPERATORS["group_norm_backward"]
 _TENANTS = """
 [[tenant]]
@@ -173,7 +173,7 @@ def prove(address: str, hog_tls: Tls, other_tls: Tls, way: str, seconds: float) 
         hog = Caller(address, hog_tls, factor * CALLERS_COUNT, has_labels, priority)
         stack.callback(hog.stop)
         hog.wait(2 * hog.count)
-        other = Caller(address, other_tls, OTHER_COUNT)
+        other = Caller(address, other_tls, CALLERS_COUNT)
         stack.callback(other.stop)
         other.wait(2 * other.count)
         both = (hog, other)

@@ -140,7 +140,7 @@ async def _longest_gap_s(work: Any) -> float:
 def test_loop_turns_while_a_content_is_made() -> None:
     """Making it on the loop would hold it up for the whole time, which is some tenths of a second.
 
-    The better of three tries counts: other processes hold the loop up as well, but not each time.
+    The best of three tries counts: other processes hold the loop up as well, but not each time.
     """
     size = 2**25
     recipe = Recipe("normal", shape=(size,))

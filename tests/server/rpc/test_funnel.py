@@ -7,7 +7,8 @@ import gc
 import json
 import weakref
 from contextlib import asynccontextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import grpc.aio
 import pytest
@@ -291,6 +292,14 @@ def test_call_that_nobody_waits_for_is_only_counted(
 
     asyncio.run(run())
     assert not [line for line in lines if line["event"] == "unexpected error"]
+
+
+@pytest.mark.parametrize(("left_s", "is_late"), [(None, False), (10.0, False), (0.106, False), (0.104, True)])
+def test_a_call_is_late_when_next_to_nothing_of_its_time_is_left(left_s: float | None, is_late: bool) -> None:
+    """A hundredth of what was granted, by which it may have been rounded up, and 5 ms in transit."""
+    left = iter([10.0, left_s])
+    call = rpc_call.RpcCall(cast("Any", SimpleNamespace(time_remaining=lambda: next(left))), "m", "r")
+    assert call.is_late is is_late
 
 
 def test_settle_waits_for_the_calls_in_progress_and_for_no_later_one() -> None:
