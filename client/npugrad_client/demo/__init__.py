@@ -125,6 +125,6 @@ def _explain(console: Console, rows: list[Row]) -> None:
     )
     if any(row.info.backend == "cpu-reference" for row in rows):
         console.print(
-            "The CPU device runs the NumPy reference itself (backend cpu-reference), so error shows\n"
+            "Rows marked cpu-reference were computed by the NumPy reference itself, so their error is\n"
             "rounding to the dtype only; the official values are the independent check."
         )
