@@ -15,9 +15,9 @@ from tests.e2e.npu_load import WIDE
 from tests.operators import FLOYD, GROUP_NORM
 
 NONE, ONE, TWO = range(1), range(1, 2), range(2, 3)
-UP_TO_ONE, UP_TO_FOUR, SOME = range(2), range(5), range(1, sys.maxsize)
-UP_TO_TWO, UP_TO_TWO_OR_NONE = range(1, 3), range(3)
-"""How many: none, exactly one, exactly two, ..., one or more."""
+ONE_OR_TWO, SOME = range(1, 3), range(1, sys.maxsize)
+UP_TO_ONE, UP_TO_TWO, UP_TO_FOUR = range(2), range(3), range(5)
+"""How many; up to so many may be none, and some are one or more."""
 
 PLAN, RUN = f"{GROUP_NORM.aclnn_name}GetWorkspaceSize", GROUP_NORM.aclnn_name
 WAIT = "aclrtSynchronizeStreamWithTimeout"
@@ -148,7 +148,7 @@ def _refused(name: str, code: int, reason: str, status: grpc.StatusCode, functio
 def _lost(name: str, plan: str, code: int) -> FaultCase:
     """A device fails once: whoever was on it is answered from another one, and it comes back."""
     # Which function tells depends on what the other stream does at that moment.
-    return FaultCase(name, plan, elsewhere=UP_TO_TWO, replaced=ONE, log=(f"returned {code}",))
+    return FaultCase(name, plan, elsewhere=ONE_OR_TWO, replaced=ONE, log=(f"returned {code}",))
 
 
 SURVIVED = (
@@ -238,7 +238,7 @@ REPLACED = (
     _lost("memset-fault", "memset:1:507001:dev=0:total", 507001),
     _lost("launch-fatal", f"{RUN}:1:361001:last=507015:poison:dev=0:total", 361001),
     FaultCase(
-        "killed-in-kernel", "kernel:1:kill:dev=0:total", elsewhere=UP_TO_TWO, replaced=ONE, log=("SIGKILL",)
+        "killed-in-kernel", "kernel:1:kill:dev=0:total", elsewhere=ONE_OR_TWO, replaced=ONE, log=("SIGKILL",)
     ),
     FaultCase(
         "hang-past-deadline",
@@ -260,7 +260,7 @@ REPLACED = (
     FaultCase(
         "away-for-three-starts",
         "kernel:1:507015:dev=1:total; aclrtSetDevice:1-3:507033:dev=1:total",
-        elsewhere=UP_TO_TWO,
+        elsewhere=ONE_OR_TWO,
         replaced=range(4, 5),
         sick=("npu:1",),
         log=("npu:1: restarting, cannot be taken: ", "507033"),
@@ -282,7 +282,7 @@ GONE = (
     FaultCase(
         "fails-at-every-start",
         "kernel:*:507015:dev=1",
-        elsewhere=UP_TO_TWO,
+        elsewhere=ONE_OR_TWO,
         replaced=SOME,
         sick=("npu:1",),
         down=("npu:1",),
@@ -292,7 +292,7 @@ GONE = (
     FaultCase(
         "crash-loop-at-start",
         "kernel:1:kill:dev=2:total; aclrtSetDevice:*:kill:dev=2",
-        elsewhere=UP_TO_TWO,
+        elsewhere=ONE_OR_TWO,
         replaced=SOME,
         sick=("npu:2",),
         down=("npu:2",),
@@ -302,7 +302,7 @@ GONE = (
     FaultCase(
         "crash-loop-in-kernel",
         "kernel:*:kill:dev=3",
-        elsewhere=UP_TO_TWO,
+        elsewhere=ONE_OR_TWO,
         replaced=SOME,
         sick=("npu:3",),
         down=("npu:3",),
@@ -312,7 +312,7 @@ GONE = (
     FaultCase(
         "damaged-memory",
         "kernel:1:507054:dev=4:total",
-        elsewhere=UP_TO_TWO,
+        elsewhere=ONE_OR_TWO,
         sick=("npu:4",),
         down=("npu:4",),
         damaged=("npu:4",),
@@ -325,7 +325,7 @@ GONE = (
         (
             Expected("NO_DEVICE", _UNAVAILABLE, None, ("returned 507015",), SOME),
             # If the second device has nothing else to do when the first one's call comes to it.
-            Expected("WORKER_LOST", _UNAVAILABLE, 507015, ("returned 507015",), UP_TO_TWO_OR_NONE),
+            Expected("WORKER_LOST", _UNAVAILABLE, 507015, ("returned 507015",), UP_TO_TWO),
         ),
         elsewhere=UP_TO_FOUR,
         replaced=SOME,

@@ -13,7 +13,7 @@ import trustme
 from tests.client.fake_service import fake_service
 from tests.fix_server import run_server
 
-from npugrad_client import AsyncClient, Client, ConnectError, Tls, TlsError
+from npugrad_client import AsyncClient, Client, ConnectError, RetryPolicy, Tls, TlsError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -61,6 +61,7 @@ def refusal(address: str, tls: Tls | None, text: str) -> None:
     """Not a TLS error, because nothing tells that it is one; retried for fractions of a second."""
     for error in read(address, tls):
         assert str(error).startswith(f"server_info: cannot reach {address}: it closed the connection, {text}")
+        assert error.tries <= RetryPolicy().max_tries, "taken for a server that is lost"
 
 
 def failure(address: str, tls: Tls, text: str) -> None:

@@ -153,10 +153,12 @@ def _poison(address: str, way: str, end_s: float, neighbour: Neighbour) -> Count
     with Client(address, timeout_s=DEADLINE_S, retry=None) as client:
         begin_s = time.monotonic()
 
-        def is_met() -> bool:
-            return told["CIRCUIT_OPEN"] > 0 and bool(neighbour.first_from_each(begin_s))
+        def is_over() -> bool:
+            late_s = time.monotonic() - end_s
+            is_met = told["CIRCUIT_OPEN"] > 0 and bool(neighbour.first_from_each(begin_s))
+            return late_s >= 0 and (is_met or late_s > _TIMEOUT_S)
 
-        while time.monotonic() < end_s or not (is_met() or time.monotonic() > end_s + _TIMEOUT_S):
+        while not is_over():
             try:
                 client.group_norm_backward(**call, label=way)
                 told["OK"] += 1

@@ -47,7 +47,7 @@ def test_events_tell_how_long_a_stream_took(rig: Rig) -> None:
         rig.runtime.zero(address, 64, rig.stream)
         rig.runtime.record(last, rig.stream)
         rig.runtime.wait(rig.stream, soon())
-        assert ms / 1000 <= rig.runtime.elapsed_s(first, last) < 60
+        assert ms / 1000 <= rig.runtime.elapsed_s(first, last) < 10
     assert rig.runtime.elapsed_s(first, first) == 0
     with pytest.raises(AclError, match="107007"):
         rig.runtime.elapsed_s(last, first)
