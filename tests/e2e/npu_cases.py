@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import grpc
 from tests.e2e.harness import RECORDS
-from tests.e2e.npu_load import WIDE
+from tests.e2e.npu_load import LARGE, WIDE
 from tests.operators import FLOYD, GROUP_NORM
 
 NONE, ONE, TWO = range(1), range(1, 2), range(2, 3)
@@ -153,9 +153,10 @@ def _lost(name: str, plan: str, code: int) -> FaultCase:
 
 SURVIVED = (
     FaultCase("no-fault", sick=(), injected=0),
+    # No cache has room for a workspace of this size; for less, what the other stream gives back may do.
     FaultCase(
         "out-of-memory-once",
-        f"{PLAN}:1:207001:dev=0; malloc:1:207001:dev=0",
+        f"workspace_mb=64; {PLAN}:1:207001:dev=0; malloc:1:207001:dev=0",
         injected=2,
     ),
     # The worker tries twice, and then another device has the result.
@@ -172,6 +173,7 @@ SURVIVED = (
         "no-device-memory-for-ever",
         f"{PLAN}:1:207001:dev=0; malloc:*:207001:dev=0",
         elsewhere=SOME,
+        extra=(LARGE,),
         injected=2,
     ),
     FaultCase("out-of-streams-for-ever", _NO_STREAMS, elsewhere=SOME, injected=2),

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 WIDE = "wide"
 """A call that needs more pinned memory than those before it."""
+LARGE = "large"
+"""A call with operands beyond the 20 MiB blocks that torch_npu caches: there is no room for them in any."""
 
 
 def send(
@@ -56,7 +58,7 @@ def is_right(work: Work, contents: Mapping[str, Any]) -> bool:
 
 @cache
 def works() -> Mapping[str, tuple[Work, ...]]:
-    """Small calls by operator, in several types, unary and streamed; and `WIDE`."""
+    """Small calls by operator, in several types, unary and streamed; and `WIDE` and `LARGE`."""
     metas = {
         **{
             record.name: (record.build(dtype="float32"), record.build(dtype="float16"))
@@ -72,11 +74,15 @@ def works() -> Mapping[str, tuple[Work, ...]]:
         ),
         MSDA.name: (MSDA.build(dtype="float32"), MSDA.build(dtype="float16", nq=7, points=3)),
         FLOYD.name: (FLOYD.build(dtype="float16", with_mask=True), FLOYD.build(dtype="bfloat16")),
-        WIDE: (GROUP_NORM.build(dtype="float32", n=1, c=16, hxw=40_000, group=4),) * 2,
+        WIDE: (GROUP_NORM.build(dtype="float32", n=1, c=16, hxw=40_000, group=4),),
+        LARGE: (GROUP_NORM.build(dtype="float32", n=1, c=16, hxw=350_000, group=4),),
     }
     return {
         name: tuple(
-            _work(fill(OPERATORS.get(name, GROUP_NORM), meta, seed), streamed=name == WIDE or bool(seed % 2))
+            _work(
+                fill(OPERATORS.get(name, GROUP_NORM), meta, seed),
+                streamed=name not in OPERATORS or bool(seed % 2),
+            )
             for seed, meta in enumerate(found)
         )
         for name, found in metas.items()
