@@ -239,7 +239,8 @@ class RetrySchedule:
         if is_lost and not isinstance(self._error, (ConnectError, ServerDraining)):
             self._lost_since = now
         self._free_tries += is_lost or is_message
-        is_cut_off = isinstance(error, DeadlineExceeded) and self._is_over(now) and now - started < _TELLING_S
+        had_s = (now if self._deadline is None else min(now, self._deadline)) - started
+        is_cut_off = isinstance(error, DeadlineExceeded) and self._is_over(now) and had_s < _TELLING_S
         if not (is_cut_off and isinstance(self._error, (ConnectError, ServerDraining))):
             self._error = error
         self._error.tries = self.tries

@@ -47,12 +47,14 @@ class Seen:
         methods: RPCs in order.
         headers: Typed requests in order.
         frames: Frames of all streams that were read, headers included.
+        lock: Held while a call is noted, so that `methods` and `headers` have the same order.
     """
 
     address: str = ""
     methods: list[str] = field(default_factory=list)
     headers: list[Any] = field(default_factory=list)
     frames: list[backward_pb2.ExecuteRequest] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
 
 @contextmanager
@@ -95,8 +97,9 @@ def fake_service(
 def _add(server: grpc.Server, seen: Seen, unary: Unary, execute: Execute) -> None:
     def method(record: OpRecord) -> Any:
         def handle(request: Any, context: Context) -> Any:
-            seen.methods.append(record.rpc)
-            seen.headers.append(request)
+            with seen.lock:
+                seen.methods.append(record.rpc)
+                seen.headers.append(request)
             return unary(record, request, context)
 
         parse = REGISTRY.requests[record.name].FromString

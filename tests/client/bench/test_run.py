@@ -247,7 +247,7 @@ def test_more_calls_than_can_be_sent_end_in_time_and_are_told() -> None:
         result = run(scenario(level=1e6, duration_s=3, max_in_flight=4), service.address)
         took_s = time.monotonic() - begin_s
     assert took_s < 120
-    assert result.elapsed_s < 10
+    assert result.elapsed_s < 30
     assert result.record.unsent_s > 0
     assert client_bound(result)[0].startswith("not all calls were sent: a worker was ")
     assert Result.from_dict(json.loads(result.as_json())).record.unsent_s == result.record.unsent_s
