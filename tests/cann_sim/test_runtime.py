@@ -215,7 +215,7 @@ class TestStreams:
     ) -> None:
         other, address = runtime.stream(), runtime.malloc(64)
         before = runtime.counter("copies_beside_kernels")
-        runtime.set_plan("kernel_ms=3000; copy_ms=10")
+        runtime.set_plan("kernel_ms=3000; copy_ms=1000")
         rig.launch(stream)
         source = queue_upload(runtime, address, 64, other)
         runtime.call("aclrtSynchronizeStream", other)

@@ -24,7 +24,7 @@ WAIT = "aclrtSynchronizeStreamWithTimeout"
 ALL = tuple(record.name for record in RECORDS)
 SMALL = tuple(name for name in ALL if name != FLOYD.name)
 QUICK = (
-    *("--streams-per-device", "2", "--hang-grace-s", "1", "--run-limit-s", "5"),
+    *("--streams-per-device", "2", "--hang-grace-s", "12", "--run-limit-s", "20"),
     *("--respawn-backoff-s", "0.05", "--respawn-backoff-max-s", "0.2"),
     *("--circuit-deaths", "0"),  # it is the device that is at fault, in calls that are legal
     *("--metrics-listen", "127.0.0.1:0"),
@@ -99,6 +99,7 @@ class FaultCase:
         works: What of it works when the fault is over.
         extra: Further calls, sent one after the other once the fault is there, until it has happened.
         timeout_s: Deadline of every call; None for none.
+        extra_timeout_s: Deadline of the further calls.
         injected: Times that the simulator must have done what the plan says.
         log: What the server's log has to say.
         kept: Host objects that CANN itself refuses to give back.
@@ -119,6 +120,7 @@ class FaultCase:
     works: tuple[str, ...] = ALL
     extra: tuple[str, ...] = ()
     timeout_s: float | None = 60.0
+    extra_timeout_s: float = 60.0
     injected: int = 1
     log: tuple[str, ...] = ()
     kept: int = 0
@@ -244,11 +246,14 @@ REPLACED = (
     ),
     FaultCase(
         "hang-past-deadline",
-        "kernel:1:hang:dev=0:total",
+        f"kernel.{FLOYD.aclnn_name}:1:hang:total",
         (Expected("DEADLINE_EXCEEDED", _LATE),),
         elsewhere=UP_TO_ONE,
         replaced=ONE,
-        timeout_s=3.0,
+        sick=(),
+        operators=SMALL,
+        extra=(FLOYD.name,),
+        extra_timeout_s=8.0,  # of this call alone: with so short a time, others may be late as well
         log=(f"{WAIT} returned 507046",),
     ),
     FaultCase(
@@ -269,7 +274,8 @@ REPLACED = (
     ),
     FaultCase(
         "exception-always",
-        f"kernel.{FLOYD.aclnn_name}:1-2:507015:total",
+        # Who starts anew tries every operator, and must not meet the fault before the call's second try does.
+        f"kernel.{FLOYD.aclnn_name}:1-2:507015:total; aclrtSetDevice:*:slow=5000",
         (Expected("WORKER_LOST", _UNAVAILABLE, 507015, ("returned 507015", "a task failed on device")),),
         elsewhere=UP_TO_FOUR,
         replaced=TWO,

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 WIDE = "wide"
 """A call that needs more pinned memory than those before it."""
 LARGE = "large"
-"""A call with operands beyond the 20 MiB blocks that torch_npu caches: there is no room for them in any."""
+"""A call with tensors larger than any block of device memory that small calls leave in torch_npu's cache."""
 
 
 def send(
@@ -59,6 +59,7 @@ def is_right(work: Work, contents: Mapping[str, Any]) -> bool:
 @cache
 def works() -> Mapping[str, tuple[Work, ...]]:
     """Small calls by operator, in several types, unary and streamed; and `WIDE` and `LARGE`."""
+    further = {WIDE: GROUP_NORM, LARGE: GRID_SAMPLER}
     metas = {
         **{
             record.name: (record.build(dtype="float32"), record.build(dtype="float16"))
@@ -75,12 +76,12 @@ def works() -> Mapping[str, tuple[Work, ...]]:
         MSDA.name: (MSDA.build(dtype="float32"), MSDA.build(dtype="float16", nq=7, points=3)),
         FLOYD.name: (FLOYD.build(dtype="float16", with_mask=True), FLOYD.build(dtype="bfloat16")),
         WIDE: (GROUP_NORM.build(dtype="float32", n=1, c=16, hxw=40_000, group=4),),
-        LARGE: (GROUP_NORM.build(dtype="float32", n=1, c=16, hxw=350_000, group=4),),
+        LARGE: (GRID_SAMPLER.build(dtype="float32", n=1, c=1, h=2600, w=2600, oh=1, ow=1),),
     }
     return {
         name: tuple(
             _work(
-                fill(OPERATORS.get(name, GROUP_NORM), meta, seed),
+                fill(OPERATORS.get(name) or further[name], meta, seed),
                 streamed=name not in OPERATORS or bool(seed % 2),
             )
             for seed, meta in enumerate(found)
@@ -115,12 +116,12 @@ class NpuLoad(Load):
         """Waits until there is such an answer."""
         self.wait(lambda: any(map(reached, self.answers)), "such an answer")
 
-    def send(self, work: Work) -> None:
-        """Sends one call more from this thread."""
+    def send(self, work: Work, timeout_s: float | None) -> None:
+        """Sends one call more from this thread, with a deadline of its own."""
         with self.progress:
             self.sent += 1
-        with self.caller() as send_one:
-            answer = send_one(work)
+        with self._running.channel() as channel:
+            answer = _answer(work, channel, timeout_s)
         with self.progress:
             self.keep(answer)
             self.progress.notify_all()

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from tests.fix_server import ServerProcess
 
 CALLS, THREADS = 64, 4
+_AWAKE_S = 300.0
+"""Within this time a device must be ready again: up to four processes in turn import torch for it."""
 _COUNTED = re.compile(r"^npugrad_(\w+?)(?:_total)?\{(.*)\} (\S+)$", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 _METHODS = {"Execute", *(record.rpc for record in OPERATORS.values())}
@@ -176,22 +178,20 @@ class Site:
             lambda: [device.state for device in self._wire.info().devices] == wanted,
             f"devices are {wanted}",
             self._server,
-            120,
+            _AWAKE_S,
         )
 
     def _meet(self, case: FaultCase, load: NpuLoad, before: Look) -> None:
         """Waits until the fault has happened and callers were told; sends the case's own calls until then."""
         goal = before.simulator["faults.injected"] + case.injected
-        for name in case.extra:
-            load.send(works()[name][0])
+        self._send_extra(case, load)
 
         def has_happened() -> bool:
             # A device that has no memory may yet serve some calls, from what another stream gave back.
             moved = not case.elsewhere.start or any(map(is_elsewhere, load.answers))
             if moved and self.npu.report.counters()["faults.injected"] >= goal:
                 return True
-            for name in case.extra:
-                load.send(works()[name][0])
+            self._send_extra(case, load)
             return False
 
         eventually(has_happened, f"{case.plan} happened {case.injected} times", self._server, 60)
@@ -200,13 +200,18 @@ class Site:
             if expected.calls.start:
                 load.wait_until(partial(is_told, expected=expected))
 
+    @staticmethod
+    def _send_extra(case: FaultCase, load: NpuLoad) -> None:
+        for name in case.extra:
+            load.send(works()[name][0], case.extra_timeout_s)
+
     def _await_end(self, case: FaultCase, before: Look) -> None:
         least = sum(before.restarts.values()) + case.replaced.start
         eventually(
             lambda: sum(device.restarts for device in self._wire.info().devices) >= least,
             f"{case.replaced.start} workers are started anew",
             self._server,
-            120,
+            _AWAKE_S,
         )
         self._damaged.update(case.damaged)
         self._await_states(self._damaged | {*case.down})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import signal
 import socket
 import threading
@@ -81,20 +82,18 @@ def test_no_call_is_lost_when_one_of_two_servers_is_killed_under_load(
 ) -> None:
     victim, survivor = pair
     chosen, number = calls(8), 240
-    answered, half = threading.Semaphore(0), number // 4
+    answered = itertools.count(1)
 
     with Client([victim.address, survivor.address], timeout_s=60) as client, ThreadPoolExecutor(8) as pool:
 
         def work(index: int) -> tuple[bool, int]:
             call = chosen[index % 8]
             grads = client.group_norm_backward(**given(call))
-            answered.release()
+            if next(answered) == number // 4:
+                victim.signal(signal.SIGKILL)
             return is_right(call, grads), grads.info.tries
 
         flying = [pool.submit(work, index) for index in range(number)]
-        for _ in range(half):
-            assert answered.acquire(timeout=60)
-        victim.signal(signal.SIGKILL)
         results = [future.result(60) for future in flying]
     assert all(right for right, _ in results)
     assert max(tries for _, tries in results) > 1, "nothing was in flight on the victim"
@@ -139,7 +138,7 @@ def test_a_server_that_stands_still_costs_the_calls_that_wait_for_it_and_no_othe
     """A stopped process: its connections stay open, and nothing is ever answered."""
     first, second = start_server(check_end=False), start_server()
     call = calls(2)[1]
-    with Client([first.address, second.address], timeout_s=0.5, retry=None) as client:
+    with Client([first.address, second.address], timeout_s=2, retry=None) as client:
         for _ in range(4):
             client.group_norm_backward(**given(call), timeout_s=60)
         first.signal(signal.SIGSTOP)
@@ -279,7 +278,7 @@ def test_an_unreachable_server_costs_no_call(long_rest: None) -> None:
         bad = f"127.0.0.1:{taken.getsockname()[1]}"
         for answers in both([bad, good.address], RetryPolicy(), UNARY, 3):
             assert [answer.info.tries for answer in answers] == [2, 1, 1]
-        for found in both([bad], RetryPolicy(max_tries=2, retry_for_s=1, max_backoff_s=0.05), UNARY):
+        for found in both([bad], RetryPolicy(max_tries=2, retry_for_s=5, max_backoff_s=0.05), UNARY):
             assert isinstance(found[0], ConnectError)
             assert found[0].tries > 2, "tries at a lost server count against max_tries"
 
@@ -337,7 +336,7 @@ def test_a_hedged_call_fills_the_callers_array_once_and_at_its_end() -> None:
 def test_a_try_that_passes_its_own_deadline_is_sent_elsewhere() -> None:
     gate = Gate()
     with fake_service(gate.unary) as stuck, fake_service() as good:
-        for answers in both([stuck.address, good.address], RetryPolicy(try_timeout_s=2), UNARY):
+        for answers in both([stuck.address, good.address], RetryPolicy(try_timeout_s=5), UNARY):
             assert answers[0].info.tries == 2
         gate.open()
 

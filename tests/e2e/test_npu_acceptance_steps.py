@@ -157,7 +157,7 @@ def test_a_device_that_fails_in_a_soak_ends_it(node: SimulatedNode) -> None:
 
 def test_a_long_call_is_cut_with_the_vendors_number(node: SimulatedNode) -> None:
     # Long enough that the small call after it has time under the same limit.
-    node.saboteur.when(r"^growing a call", f"kernel.{GRID_SAMPLER.aclnn_name}:*:slow=1000")
+    node.saboteur.when(r"^growing a call", f"kernel.{GRID_SAMPLER.aclnn_name}:*:slow=2000")
     report = node.report_of(timeout.STEP)
     assert report.outcome == "passed", report
     (cut,) = [check for check in report.checks if check.name == "a call longer than its limit is ended"]

@@ -27,7 +27,7 @@ KERNELS = "kernels.aclnnGroupNormBackward"
 OWN_MIB = 16
 """Workspace in MiB that the simulated operator asks for before the plan adds some."""
 METRICS = ("--metrics-listen", "127.0.0.1:0")
-SLOWLY = ";kernel_ms=1500"
+SLOWLY = ";kernel_ms=3000"
 """So that calls meet; put into force when the first, tiny calls of the start are over."""
 
 

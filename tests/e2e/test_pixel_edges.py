@@ -5,15 +5,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.e2e.harness import eventually
 from tests.edge_calls import ATTENTION, IMAGES, SAMPLERS, EdgeCall, edge_calls, grid_call
 from tests.fix_server import run_server
 
 from npugrad.coordinates import CoordinateRule
+from npugrad.v1 import server_pb2
 from npugrad_client import Client
 from npugrad_client.errors import DeviceError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from tests.fix_server import ServerProcess
 
     from npugrad.operator import OpRecord
 
@@ -46,13 +50,22 @@ CpuBackend.run = by_label
 
 
 @pytest.fixture(scope="module")
-def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     folder = tmp_path_factory.mktemp("edges")
     (folder / "sitecustomize.py").write_text(BY_LABEL)
-    with (
-        run_server(folder / "server.log", env={"PYTHONPATH": str(folder)}) as running,
-        Client(running.address) as made,
-    ):
+    with run_server(folder / "server.log", env={"PYTHONPATH": str(folder)}) as started:
+        yield started
+
+
+@pytest.fixture
+def client(running: ServerProcess) -> Iterator[Client]:
+    """A client of the server, once its device is ready: wrong results put it in quarantine for a while."""
+    eventually(
+        lambda: running.info().devices[0].state == server_pb2.DEVICE_STATE_READY,
+        "the device is ready",
+        running,
+    )
+    with Client(running.address) as made:
         yield made
 
 

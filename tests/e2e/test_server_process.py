@@ -76,7 +76,9 @@ def test_a_server_whose_standard_error_nobody_reads_answers_and_ends(
 
 def test_workers_that_were_all_stopped_are_replaced(start_server: StartServer) -> None:
     """Nobody has a deadline, so only the server can notice. It is not serving meanwhile."""
-    hung = start_server("--heartbeat-timeout-s", "6", devices="test:2?compute=1")
+    # They may be killed one after the other: both under the same call, and the first one back too soon.
+    flags = ("--heartbeat-timeout-s", "6", "--circuit-deaths", "0")
+    hung = start_server(*flags, devices="test:2?compute=1&open_ms=3000")
     made = sample()
     with hung.channel() as channel:
         watch = watch_health(channel)
@@ -87,7 +89,7 @@ def test_workers_that_were_all_stopped_are_replaced(start_server: StartServer) -
         call = stub.GroupNormBackward.future(made.message())
         assert next(watch).status == NOT_SERVING
         assert next(watch).status == SERVING
-        assert call.result(TIMEOUT_S).info.attempts == 2
+        assert call.result(TIMEOUT_S).info.attempts in (2, 3)
         watch.cancel()
     (first, second) = hung.info().devices
     assert first.restarts == second.restarts == 1

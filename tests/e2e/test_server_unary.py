@@ -183,7 +183,7 @@ def test_a_call_that_would_miss_its_deadline_is_refused_at_once(tmp_path: Path) 
         accepted = slow.info().accepted_calls
         first = method.future(made.message(), timeout=TIMEOUT_S)
         slow.wait_accepted(accepted + 1)
-        failure = failure_of(partial(method, made.message(), timeout=2))
+        failure = failure_of(partial(method, made.message(), timeout=1))
         first.result()
         slow.assert_nothing_leaked()
     assert failure.error.reason == "WOULD_MISS_DEADLINE"

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.slow
 
 LARGE_BYTES = 24_000_000
-UPLOAD_PAUSE_S, REPLY_PAUSE_S = 0.05, 0.4
+UPLOAD_PAUSE_S, REPLY_PAUSE_S = 0.05, 0.8
 RATED = (
-    *("--upload-min-bytes-per-s", "1048576", "--upload-idle-timeout-s", "2"),
-    *("--reply-min-bytes-per-s", "1073741824", "--reply-idle-timeout-s", "2"),
+    *("--upload-min-bytes-per-s", "1048576", "--upload-idle-timeout-s", "5"),
+    *("--reply-min-bytes-per-s", "1073741824", "--reply-idle-timeout-s", "5"),
 )
 LIMITED = (
     *("--upload-min-bytes-per-s", "0", "--upload-limit-s", "1"),
@@ -90,7 +90,7 @@ def end_of_reply(running: ServerProcess) -> str:
 def test_upload_below_the_least_rate_is_ended(rated: ServerProcess, large: Sample, chunk_bytes: int) -> None:
     told = end_of_upload(rated, large, chunk_bytes)
     assert "execute: stream: found " in told
-    assert "expected at least 1.04858e+06 bytes/s after the first 2 s" in told
+    assert "expected at least 1.04858e+06 bytes/s after the first 5 s" in told
 
 
 def test_upload_that_takes_longer_than_it_may_is_ended(limited: ServerProcess, large: Sample) -> None:
@@ -99,7 +99,7 @@ def test_upload_that_takes_longer_than_it_may_is_ended(limited: ServerProcess, l
 
 def test_reply_taken_below_the_least_rate_is_ended(rated: ServerProcess) -> None:
     told = end_of_reply(rated)
-    assert "expected at least 1.07374e+09 bytes/s after the first 2 s" in told
+    assert "expected at least 1.07374e+09 bytes/s after the first 5 s" in told
 
 
 def test_reply_that_takes_longer_than_it_may_is_ended(limited: ServerProcess) -> None:
@@ -134,9 +134,10 @@ def test_replies_nobody_reads_do_not_hold_their_device(tmp_path: Path, large: Sa
         assert call_execute(other, large.frames()).contents == expected
         second = stack.enter_context(unread(running, large))
         assert call_execute(other, large.frames()).contents == expected
-        assert content_of(first) == expected["grad_input"]
+        # Its connection is closed soon after its end is sent, which waits behind a frame that is to be read.
         with pytest.raises(grpc.RpcError) as caught:
             content_of(second)
+        assert content_of(first) == expected["grad_input"]
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert "found its results unread while other calls wait for memory" in str(caught.value.details())
         running.find_log("call", reason="QUEUE_FULL")

@@ -145,7 +145,7 @@ def test_a_call_is_one_trace_over_both_sides(
 def test_retries_at_several_servers_are_one_trace(start_server: StartServer, collector: Collector) -> None:
     """The first takes longer than a try may."""
     policy = RetryPolicy(try_timeout_s=2.0, max_tries=2, initial_backoff_s=0.001)
-    slow = start_server("--trace-ratio", "1", devices="test:1?ms=5000", env=collector.variables)
+    slow = start_server("--trace-ratio", "1", devices="test:1?ms=15000", env=collector.variables)
     quick = start_server("--trace-ratio", "1", devices="test:1", env=collector.variables)
     with (
         recorded() as (provider, kept),

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 MOST_BYTES = 4 * 2**30
 """Kernels may miscount from 2^31 elements on; a larger `large_call` is for devices without room for it."""
 _CALL_LIMIT_S = 60.0
+_RUNS = 3
+"""How often a long call is run: its time is that of the fastest run, as a busy host only adds to it."""
 
 
 def _first() -> tuple[OpRecord, Huge]:
@@ -87,7 +89,7 @@ class LongCall:
 
     Attributes:
         known: The call.
-        run_s: Seconds its operator ran.
+        run_s: Seconds its operator ran, the fastest of its runs.
     """
 
     known: KnownJob
@@ -115,15 +117,13 @@ def find_long_call(rig: Rig, out: StepLog, target_s: float, least_s: float) -> L
         if not _leaves_room(rig, tried.job):
             rows.append((size.name, None, "not tried: it needs more than half of the device's memory"))
             break
-        ran = _grown(rig, tried)
-        if isinstance(ran.answer, CallDone) and ran.answer.run_s >= target_s:
-            ran = _grown(rig, tried)  # the first run may have been slow only because it loads kernels
-        if not isinstance(ran.answer, CallDone):
-            rows.append((size.name, None, words(ran.answer)))
+        runs = _runs(rig, tried, target_s)
+        if not isinstance(runs[-1].answer, CallDone):
+            rows.append((size.name, None, words(runs[-1].answer)))
             break
-        wrong = wrong or tried.complaint(ran)
-        found = LongCall(tried, ran.answer.run_s)
-        rows.append((size.name, ran.answer.run_s, "result"))
+        wrong = next(filter(None, (wrong, *map(tried.complaint, runs))), "")
+        found = LongCall(tried, min(ran.answer.run_s for ran in runs if isinstance(ran.answer, CallDone)))
+        rows.append((size.name, found.run_s, "result"))
         if found.run_s >= target_s:
             break
     out.table("Growing a call until it takes long", ("operands, expanded", "run [s]", "answer"), rows)
@@ -131,6 +131,14 @@ def find_long_call(rig: Rig, out: StepLog, target_s: float, least_s: float) -> L
         raise StepSkipped(f"no call here runs for {least_s:g} s, so none can be interrupted while it runs")
     out.check("the long calls are right", not wrong, "exact sums", wrong or "exact sums")
     return found
+
+
+def _runs(rig: Rig, tried: KnownJob, target_s: float) -> list[Ran]:
+    """Runs a call, and again as long as it takes so long: the first time it may load kernels."""
+    runs = [_grown(rig, tried)]
+    while len(runs) < _RUNS and isinstance(answer := runs[-1].answer, CallDone) and answer.run_s >= target_s:
+        runs.append(_grown(rig, tried))
+    return runs
 
 
 def _grown(rig: Rig, tried: KnownJob) -> Ran:

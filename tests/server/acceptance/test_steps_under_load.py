@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -153,6 +154,14 @@ def test_private_memory_of_a_process_is_what_it_has_for_itself() -> None:
     taken = bytearray(64 << 20)
     taken[::4096] = b"x" * len(taken[::4096])
     assert soak.private_bytes(os.getpid()) - before > 60 << 20
+
+
+def test_a_process_that_has_ended_has_no_memory_though_nobody_waited_for_it() -> None:
+    ended = subprocess.Popen(["true"])
+    os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
+    with pytest.raises(ProcessLookupError, match="has ended"):
+        soak.private_bytes(ended.pid)
+    assert ended.wait() == 0
 
 
 def test_speeds_are_told_for_every_size() -> None:

@@ -193,9 +193,11 @@ def private_bytes(pid: int) -> int:
         OSError: There is no such process.
         ValueError: The kernel does not report it.
     """
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
-            return int(line.split()[1]) * 1024
+    status = dict(line.partition(":")[::2] for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    if "RssAnon" in status:
+        return int(status["RssAnon"].split()[0]) * 1024
+    if status["State"].startswith("\tZ"):
+        raise ProcessLookupError(f"process {pid} has ended")
     raise ValueError(f"/proc/{pid}/status: found no RssAnon; expected Linux 4.5 or newer")
 
 
