@@ -32,6 +32,12 @@ def structured() -> Iterator[None]:
     structlog.reset_defaults()
 
 
+@pytest.fixture(autouse=True)
+def no_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines are written at the end however busy the machine is."""
+    monkeypatch.setattr(logs, "FAREWELL_S", 60.0)
+
+
 def written(log_format: str = "json", level: str = "info") -> tuple[io.StringIO, Iterator[None]]:
     stream = io.StringIO()
     close = logs.configure(log_format, level, stream)

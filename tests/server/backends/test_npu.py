@@ -124,10 +124,14 @@ def test_what_is_checked_and_asked_for_is_so_for_a_call_by_number_as_well(npu_wo
 
 def test_the_stages_are_told_apart(npu_worker: NpuWorker) -> None:
     npu_worker.plan("copy_ms=400;kernel_ms=150")
-    done = npu_worker.check(GROUP_NORM, NORM)
-    assert done.copy_in_s >= 2.0  # five operands
-    assert 0.15 <= done.run_s < 0.4  # without any copy
-    assert done.copy_out_s >= 1.2
+    for _ in range(3):  # a machine that stands still for a moment can only add time
+        done = npu_worker.check(GROUP_NORM, NORM)
+        assert done.copy_in_s >= 2.0  # five operands
+        assert done.run_s >= 0.15
+        assert done.copy_out_s >= 1.2
+        if done.run_s < 0.4:
+            break
+    assert done.run_s < 0.4  # without any copy
 
 
 def test_each_stream_stays_on_its_thread_and_every_queued_copy_is_pinned(
@@ -172,11 +176,15 @@ def test_a_clock_that_fails_does_not_cost_the_result(npu_worker: NpuWorker) -> N
 
 
 def test_an_idle_worker_gives_its_events_back_at_its_end(start_npu_worker: StartNpuWorker) -> None:
-    worker = start_npu_worker(streams=2)
-    assert worker.report.counters()["live.events"] >= 10  # five marks for each stream
-    worker.control.close()
-    assert worker.process.wait(10) == 0
-    assert worker.report.counters()["live.events"] == 0
+    for _ in range(3):  # it has a second for that, which a busy machine may not give it
+        worker = start_npu_worker(streams=2)
+        assert worker.report.counters()["live.events"] >= 10  # five marks for each stream
+        worker.control.close()
+        assert worker.process.wait(10) == 0
+        left = worker.report.counters()["live.events"]
+        if not left:
+            break
+    assert left == 0
 
 
 # ------------------------------------------------------------------------------- what the worker survives
@@ -470,16 +478,27 @@ def test_a_device_that_fails_ends_its_worker_with_the_reason(
     assert worker.process.wait(10) == EXIT_DEVICE_LOST
 
 
+def wait_ms(lost: DeviceFailed) -> int:
+    """How long the worker was going to wait for a stream, in the simulator's words.
+
+    Seen from here it takes longer on a busy machine.
+    """
+    found = re.search(r"was not done after (\d+) ms", lost.message)
+    assert found, lost.message
+    return int(found[1])
+
+
 def test_a_hang_is_cut_by_the_bounded_wait(start_npu_worker: StartNpuWorker) -> None:
-    worker = start_npu_worker(hang_grace_s=8.0)
+    worker = start_npu_worker(hang_grace_s=4.0)
     worker.plan("kernel:1:hang")
     start = time.monotonic()
-    said = worker.ask(GROUP_NORM, NORM, deadline_s=start + 2.0)
+    said = worker.ask(GROUP_NORM, NORM, deadline_s=start + 10.0)
     took = time.monotonic() - start
     assert isinstance(said, DeviceFailed), said
     assert (said.code, said.retry, said.exempt) == (507046, False, True)
     assert "aclrtSynchronizeStreamWithTimeout returned 507046" in said.message
-    assert 2.0 < took < 9.95  # before the pool would end it
+    assert took > 10.0
+    assert wait_ms(said) <= 13_000  # a second before the pool would end it
     assert worker.process.wait(10) == EXIT_DEVICE_LOST
 
 
@@ -490,7 +509,8 @@ def test_a_hang_without_a_deadline_is_cut_at_the_limit(start_npu_worker: StartNp
     said = worker.ask(GROUP_NORM, NORM)
     assert isinstance(said, DeviceFailed), said
     assert said.code == 507046
-    assert 0.7 < time.monotonic() - start < 3
+    assert time.monotonic() - start > 0.7
+    assert wait_ms(said) <= 700
 
 
 def test_a_failure_that_cannot_be_cleared_up_ends_the_worker(start_npu_worker: StartNpuWorker) -> None:
@@ -507,7 +527,8 @@ def test_a_failure_that_cannot_be_cleared_up_ends_the_worker(start_npu_worker: S
 def test_calls_on_other_streams_end_with_their_device(start_npu_worker: StartNpuWorker) -> None:
     """One report, then the end: no answer may come from a device that failed."""
     worker = start_npu_worker(streams=2)
-    worker.plan("kernel_ms=200;kernel:1:507015")
+    # The other kernel never ends, or it might before the device has failed.
+    worker.plan("kernel_ms=200;kernel:1:507015;kernel:2:hang")
     for _ in range(2):
         worker.send(worker.order(GROUP_NORM, NORM)[0])
     said = worker.receive()

@@ -167,7 +167,7 @@ def test_without_the_option_of_the_process_there_is_no_mode_to_switch(run_on_sim
 @pytest.mark.slow
 @pytest.mark.usefixtures("torch_npu")
 def test_calls_of_both_modes_from_eight_streams_have_the_bits_of_a_single_one(run_on_sim: Any) -> None:
-    plan = "kernel_ms=2;pageable=abort"
+    plan = "kernel_ms=10;pageable=abort"
     ended: Ended = run_on_sim("-m", "tests.server.backends.mode_scenarios", "eight_streams", plan=plan)
     assert (ended.status, ended.report.violations()) == (0, []), ended.errors[-3000:]
     counters = ended.report.counters()

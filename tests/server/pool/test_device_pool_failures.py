@@ -133,10 +133,15 @@ def test_what_a_worker_started_ends_with_it(
             os.kill(pid, signal.SIGKILL)
 
 
-def test_a_program_that_a_worker_starts_gets_nothing_of_the_pool(run_pool: Any) -> None:
+def test_a_program_that_a_worker_starts_gets_nothing_of_the_pool(
+    run_pool: Any, eventually: Callable[..., Awaitable[None]]
+) -> None:
     async def scenario(pool: DevicePool) -> None:
         await pool.wait_ready(30)
-        held = [_held(pid) for pid in _children(_pid(pool, 0)) if _is_program(pid)]
+        children = _children(_pid(pool, 0))
+        # Its command line is there a moment after it was started.
+        await eventually(lambda: any(_is_program(pid) for pid in children))
+        held = [_held(pid) for pid in children if _is_program(pid)]
         assert [
             [link for link in links if link.startswith(("/memfd:npugrad", "socket:"))] for links in held
         ] == [[]]
@@ -196,7 +201,7 @@ def test_a_call_that_always_kills_its_worker_fails_alone(run_pool: Any, job: Any
 
     # Two streams: others run beside it when it strikes for the first time, and each is run again.
     run_pool(
-        scenario, "test:1?crash=bad&compute=1&ms=5", observer=losses, streams_per_device=2, max_respawns=3
+        scenario, "test:1?crash=bad&compute=1&ms=100", observer=losses, streams_per_device=2, max_respawns=3
     )
     assert [label for label, _ in losses.requeued].count("bad") == 2
     assert len(losses.lost) == 3
@@ -213,12 +218,12 @@ def test_a_hanging_call_is_cut_off_at_its_deadline_and_its_worker_after_the_grac
         pid = _pid(pool, 0)
         start = time.monotonic()
         with pytest.raises(DeadlineExceeded, match="while the call ran"):
-            await job(label="stuck", timeout_s=2).run(pool)  # long enough to be launched on a busy machine
+            await job(label="stuck", timeout_s=5).run(pool)  # long enough to be launched on a busy machine
         assert pool.stats().running == 1
         assert pool.stats().output_arena_used_bytes > 0  # its worker could still write
         assert _pid(pool, 0) == pid
         await job(label="next").check(pool)
-        assert time.monotonic() - start >= 2.2  # its deadline and the grace
+        assert time.monotonic() - start >= 5.2  # its deadline and the grace
         assert pool.devices()[0].restarts == 1
 
     run_pool(scenario, "test:1?hang=stuck&compute=1", observer=losses)
@@ -373,7 +378,7 @@ def test_a_device_that_never_opens_is_marked_down_and_says_why(
 
 def test_a_device_that_opens_too_slowly_is_ended(run_pool: Any) -> None:
     async def scenario(pool: DevicePool) -> None:
-        with pytest.raises(ServerBusy, match="without progress while "):
+        with pytest.raises(ServerBusy, match="the device did not open"):
             await pool.wait_ready(30)
         assert pool.devices()[0].state is DeviceState.DOWN
 
@@ -385,7 +390,7 @@ def test_waiting_for_readiness_has_an_end(run_pool: Any) -> None:
         with pytest.raises(ServerBusy, match="test:0: starting"):
             await pool.wait_ready(0.01)
 
-    run_pool(scenario, "test:1?open_ms=300")
+    run_pool(scenario, "test:1?open_ms=30000")  # it is not waited for at the end
 
 
 def test_many_kills_lose_no_call(run_pool: Any, job: Any) -> None:
@@ -509,25 +514,34 @@ def _leave_descriptors(count: int, hard: int) -> None:
 def test_processes_that_cannot_be_started_leave_nothing_behind_and_the_device_comes_back(
     run_pool: Any, job: Any, eventually: Callable[..., Awaitable[None]]
 ) -> None:
-    losses = Losses()
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # A start needs seven at once. The first loss has its arena's descriptor yet to give back: hence twice 0.
+    spares = [0, *range(7)]
+
+    class Scarce(Losses):
+        """Sets the limit that the next start is to meet before that start is planned."""
+
+        def worker_lost(self, device: str, reason: str) -> None:
+            super().worker_lost(device, reason)
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+            if len(self.lost) <= len(spares):
+                _leave_descriptors(spares[len(self.lost) - 1], limits[1])
+
+    losses = Scarce()
 
     async def scenario(pool: DevicePool) -> None:
         await pool.wait_ready(30)
-        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-        await _lose(pool, losses, eventually)
-        for spare in range(7):  # a start needs seven at once
-            _leave_descriptors(spare, limits[1])
-            count = len(losses.lost)
-            try:
-                await eventually(lambda: len(losses.lost) > count)  # noqa: B023
-            finally:
-                resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        try:
+            await _lose(pool, losses, eventually)
+            await eventually(lambda: len(losses.lost) > len(spares))
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         assert all("its worker process did not start: [Errno 24]" in reason for _, reason in losses.lost[1:])
         await eventually(lambda: pool.devices()[0].state is DeviceState.READY)
         await job().check(pool)
 
-    # So late that no start comes between a loss and the limit that it is to meet.
-    run_pool(scenario, observer=losses, respawn_backoff_s=0.5, respawn_backoff_max_s=0.5)
+    run_pool(scenario, observer=losses)
+    assert len(losses.lost) == 1 + len(spares)
     assert "down" in losses.states
 
 

@@ -15,6 +15,7 @@ import pytest
 
 from npugrad.errors import DeadlineExceeded, DeviceError
 from npugrad_server.pool import DeviceState, PoolObserver
+from npugrad_server.pool.verification import Verification
 from npugrad_server.worker.descendants import processes
 from npugrad_server.worker.verifier import NAME
 
@@ -119,10 +120,18 @@ def test_a_caller_that_leaves_takes_its_memory_from_the_verifier(
 
 @pytest.mark.parametrize("deaths", [1, 2])
 def test_a_call_is_compared_by_another_verifier_when_one_dies(
-    run_pool: Any, job: Any, eventually: Any, deaths: int
+    run_pool: Any, job: Any, eventually: Any, monkeypatch: pytest.MonkeyPatch, deaths: int
 ) -> None:
+    give = Verification._give
+
+    def give_to_a_halted_one(self: Any, seat: Any, check: Any) -> None:
+        os.kill(seat.process.pid, signal.SIGSTOP)
+        give(self, seat, check)
+
     async def scenario(pool: DevicePool) -> None:
         await job(verify=True).check(pool)
+        if deaths > 1:  # the other one must not be done before it is killed
+            monkeypatch.setattr(Verification, "_give", give_to_a_halted_one)
         with halted() as pid:
             compared = asyncio.ensure_future(job(verify=True).check(pool))
             await asyncio.sleep(0)
@@ -132,7 +141,7 @@ def test_a_call_is_compared_by_another_verifier_when_one_dies(
             await eventually(lambda: pid not in verifiers())
         if deaths > 1:
             await eventually(verifiers)
-            os.kill(verifiers()[0], signal.SIGKILL)  # while it starts
+            os.kill(verifiers()[0], signal.SIGKILL)
             with pytest.raises(
                 DeviceError, match="no comparison with the reference: the verifier ended"
             ) as caught:

@@ -279,9 +279,15 @@ def test_call_that_nobody_waits_for_is_only_counted(
                 finally:
                     ended.set()
 
+            async def answer(_: RpcCall) -> Any:
+                return server_pb2.GetServerInfoResponse()
+
+            harness.act = answer
+            await call(server_pb2.GetServerInfoRequest())  # connects, which may take longer than the timeout
+            harness.started.clear()
             harness.act = wait
-            pending = call(server_pb2.GetServerInfoRequest(), timeout=3 if way == "DEADLINE_EXCEEDED" else 20)
-            await harness.started.wait()
+            pending = call(server_pb2.GetServerInfoRequest(), timeout=5 if way == "DEADLINE_EXCEEDED" else 20)
+            await asyncio.wait_for(harness.started.wait(), 60)
             if way == "CANCELLED":
                 pending.cancel()
             await ended.wait()
