@@ -34,8 +34,9 @@ from tests.calls import sample
 from tests.deploy.prometheus_tools import program
 from tests.e2e.harness import workers_of
 from tests.fix_server import run_server
-from tests.proofs.proxies import free_port
+from tests.proofs.proxies import free_address
 
+from npugrad.v1 import server_pb2
 from npugrad_client import Client, NpugradError, Tls
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ RULES = ROOT / "deploy" / "prometheus" / "npugrad.rules.yaml"
 DASHBOARD = ROOT / "deploy" / "grafana" / "npugrad.dashboard.json"
 EVENTFUL = re.compile(r"increase\(|status!=\"OK\"")
 """Queries that may come back empty when nothing has happened lately."""
+QUARANTINED = server_pb2.DEVICE_STATE_QUARANTINED
 _WAIT_S, _REQUEST_S, _SCRAPE_S = 120.0, 10.0, 1
 _MINUTES = {"30m": "30s", "15m": "15s", "10m": "10s", "5m": "5s"}
 _FLAGS = (
@@ -140,7 +142,7 @@ def _until(holds: Callable[[], bool], what: str) -> None:
 @contextmanager
 def prometheus(folder: Path, target: str, webhook: str) -> Iterator[str]:
     """Prometheus and Alertmanager that watch one server; yields the address of Prometheus."""
-    address, manager = (f"127.0.0.1:{free_port()}" for _ in range(2))
+    address, manager = (free_address() for _ in range(2))
     (folder / "rules.yaml").write_text(quick_rules(), "utf-8")
     (folder / "alertmanager.yaml").write_text(ALERTMANAGER.format(webhook=webhook), "utf-8")
     watch = PROMETHEUS.format(seconds=_SCRAPE_S, manager=manager, target=target)
@@ -212,18 +214,28 @@ class Site:
         made.private_key_pem.write_to_path(self._folder / "tls.key")
 
     def spoil(self) -> None:
-        """Has the devices compute wrongly."""
-        self._spoiled.touch()
+        """Has the devices compute wrongly until one is quarantined.
 
-    def mend(self) -> None:
-        """Has them compute rightly."""
+        That lasts for at least 10 s, so it is seen. If the next process computed wrongly as well, it would
+        last for good.
+        """
+        self._spoiled.touch()
+        _until(self._has_quarantined, "a device is quarantined")
         self._spoiled.unlink()
 
-    def kill_workers(self) -> None:
-        """Ends every worker."""
-        for pid in workers_of(self.running.process.pid):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+    def _has_quarantined(self) -> bool:
+        return any(device.state == QUARANTINED for device in self.running.info().devices)
+
+    def kill_workers(self, is_enough: Callable[[], bool]) -> None:
+        """Ends every worker, and those that come after them, until it is enough."""
+
+        def kill() -> bool:
+            for pid in workers_of(self.running.process.pid):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            return is_enough()
+
+        _until(kill, "killing workers was enough")
 
     def crowd(self, is_enough: Callable[[], bool]) -> None:
         """Sends more calls at once than there are places, until it is enough."""
@@ -326,12 +338,11 @@ def watched(folder: Path) -> Watched:
         await_told("NpugradCertificateExpires", "NpugradCertificateKept", firing=False)
         site.spoil()
         await_told("NpugradWrongResults", "NpugradDeviceQuarantined")
-        site.mend()
         await_told("NpugradWrongResults", "NpugradDeviceQuarantined", firing=False)
         site.crowd(lambda: told("NpugradRefusing", firing=True))
         await_told("NpugradRefusing")
         await_told("NpugradRefusing", firing=False)
-        site.kill_workers()
+        site.kill_workers(lambda: told("NpugradNoDeviceReady", firing=True))
         await_told("NpugradNoDeviceReady")
         await_told("NpugradNoDeviceReady", firing=False)
         queries = expressions()

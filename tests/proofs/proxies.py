@@ -31,6 +31,8 @@ SERVER_FLAGS = ("--metrics-listen", "127.0.0.1:0")
 """What servers behind a gateway are started with: HAProxy asks for their readiness there."""
 _FILES = Path("deploy/gateway")
 _START_S, _END_S = 30.0, 10.0
+_HOST = "127.0.0.14"
+"""Where no other test listens, so that none takes a port before the program that it was found for."""
 
 
 def _haproxy(text: str, listen: str, servers: Sequence[ServerProcess], folder: Path) -> str:
@@ -118,7 +120,7 @@ class Proxy:
     def started(self, servers: Sequence[ServerProcess], folder: Path) -> Iterator[tuple[str, int]]:
         """The same, and the number of its process."""
         folder.mkdir(parents=True)
-        listen = f"127.0.0.1:{free_port()}"
+        listen = free_address()
         path = (folder / self.file.name).resolve()
         path.write_text(self.settings(self.file.read_text("utf-8"), listen, servers, path.parent), "utf-8")
         with (folder / "output.log").open("w") as log:
@@ -141,11 +143,10 @@ class Proxy:
             process.wait()
 
 
-def free_port() -> int:
-    """A port of the loopback interface where nobody listens now."""
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        port: int = found.getsockname()[1]
-        return port
+def free_address() -> str:
+    """Host and port where nobody listens now, for a program that cannot choose a port and tell it."""
+    with socket.create_server((_HOST, 0)) as found:
+        return f"{_HOST}:{found.getsockname()[1]}"
 
 
 def _wait_for(address: str, process: subprocess.Popen[bytes], log: Path) -> None:

@@ -39,6 +39,8 @@ _HELD = "held"
 """Label of calls that hang until their deadline, while the server drains."""
 _DEVICES = f"test:2?compute=1&hang={_HELD}"
 _RECORD = OPERATORS["group_norm_backward"]
+_LISTEN = "127.0.0.11:0", "127.0.0.12:0"
+"""Where no other test listens: an address is free for seconds while its server ends and starts again."""
 
 
 # -------------------------------------------------------------------------------------------- callers
@@ -154,8 +156,8 @@ class Fleet:
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self._folder, self._starts = folder, itertools.count()
-        self._stacks = [stack.enter_context(ExitStack()) for _ in range(2)]
-        self.servers = [self._start(place, "127.0.0.1:0") for place in range(2)]
+        self._stacks = [stack.enter_context(ExitStack()) for _ in _LISTEN]
+        self.servers = [self._start(place, address) for place, address in enumerate(_LISTEN)]
 
     def _start(self, place: int, address: str) -> ServerProcess:
         log_path = self._folder / f"server{next(self._starts)}.log"

@@ -37,6 +37,8 @@ TENANTS = "gateways = ['edge.example.org']\n[unlisted]\nrefuse = true\n" + "".jo
 )
 
 
+_NAMED = (("grpc.ssl_target_name_override", "localhost"),)
+"""The gateway listens at an address that its certificate does not name."""
 FORGED: tuple[tuple[str, ...], ...] = ((VISION,), (VISION, VISION), ("",))
 
 
@@ -123,7 +125,7 @@ def _gateway(
 
     with (
         replace(ENVOY, settings=settings).running([server], folder) as address,
-        grpc.secure_channel(address, certificates.credentials()) as channel,
+        grpc.secure_channel(address, certificates.credentials(), options=_NAMED) as channel,
     ):
         yield channel
 
