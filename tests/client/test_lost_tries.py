@@ -295,7 +295,7 @@ def test_a_deadline_in_mid_upload_tells_how_much_had_gone(is_async: bool) -> Non
 
     def stall(frames: Any, context: Context) -> Iterator[Any]:
         read_header(frames)
-        next(frames)  # while it waits, the chunk passes at once however little the window has grown
+        next(frames)  # while it waits for this, the chunk passes at once, however little the window has grown
         end.wait(30)
         yield from ()
 

@@ -97,8 +97,9 @@ class FaultCase:
         server: Where it happens.
         operators: What the callers call.
         works: What of it works when the fault is over.
-        extra: Further calls, sent one after the other once the fault is there, until it has happened.
-        timeout_s: Deadline of every call; None for none.
+        extra: Further calls, sent one after the other once the fault is there, until it has happened and a
+            call has moved, if one must.
+        timeout_s: Deadline of every call of the load; None for none.
         extra_timeout_s: Deadline of the further calls.
         injected: Times that the simulator must have done what the plan says.
         log: What the server's log has to say.
@@ -155,7 +156,8 @@ def _lost(name: str, plan: str, code: int) -> FaultCase:
 
 SURVIVED = (
     FaultCase("no-fault", sick=(), injected=0),
-    # No cache has room for a workspace of this size; for less, what the other stream gives back may do.
+    # No cache has room for a workspace of this size; a smaller one might fit into what the other stream
+    # gives back.
     FaultCase(
         "out-of-memory-once",
         f"workspace_mb=64; {PLAN}:1:207001:dev=0; malloc:1:207001:dev=0",
@@ -274,7 +276,8 @@ REPLACED = (
     ),
     FaultCase(
         "exception-always",
-        # Who starts anew tries every operator, and must not meet the fault before the call's second try does.
+        # A worker that starts anew tries every operator. It must not meet the fault before the call's second
+        # try does.
         f"kernel.{FLOYD.aclnn_name}:1-2:507015:total; aclrtSetDevice:*:slow=5000",
         (Expected("WORKER_LOST", _UNAVAILABLE, 507015, ("returned 507015", "a task failed on device")),),
         elsewhere=UP_TO_FOUR,

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from tests.fix_server import ServerProcess
 
 CALLS, THREADS = 64, 4
-_AWAKE_S = 300.0
+_AWAKE_S = 240.0
 """Within this time a device must be ready again: up to four processes in turn import torch for it."""
 _COUNTED = re.compile(r"^npugrad_(\w+?)(?:_total)?\{(.*)\} (\S+)$", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
@@ -182,8 +182,13 @@ class Site:
         )
 
     def _meet(self, case: FaultCase, load: NpuLoad, before: Look) -> None:
-        """Waits until the fault has happened and callers were told; sends the case's own calls until then."""
+        """Waits until the fault has happened, a call has moved if one must, and callers were told.
+
+        Until then, sends the case's own calls.
+        """
         goal = before.simulator["faults.injected"] + case.injected
+        moves = ", and a call moved" if case.elsewhere.start else ""
+        what = f"{case.plan} happened {case.injected} times{moves}"
         self._send_extra(case, load)
 
         def has_happened() -> bool:
@@ -194,7 +199,7 @@ class Site:
             self._send_extra(case, load)
             return False
 
-        eventually(has_happened, f"{case.plan} happened {case.injected} times", self._server, 60)
+        eventually(has_happened, what, self._server)
         # One of several faults may be met later than the rest: it waits for a call of its operator.
         for expected in case.errors:
             if expected.calls.start:

@@ -177,7 +177,7 @@ def test_killed_workers_of_four_devices_lose_no_call(
     work: list[Work], stack: ExitStack, tmp_path: Path, tally: Tally
 ) -> None:
     """All on one server: none of its callers' circuits opens, and it holds nothing in the end."""
-    service = Service(stack, tmp_path, f"{ALONE}:0", devices=4)
+    service = Service(stack, tmp_path, "127.0.0.1:0", devices=4)
     load = stack.enter_context(ClientLoad(service.running.address, work, THREADS))
     least_calls = KILLS * CALLS_PER_KILL
     for kill in range(KILLS):

@@ -76,7 +76,8 @@ def test_a_server_whose_standard_error_nobody_reads_answers_and_ends(
 
 def test_workers_that_were_all_stopped_are_replaced(start_server: StartServer) -> None:
     """Nobody has a deadline, so only the server can notice. It is not serving meanwhile."""
-    # They may be killed one after the other: both under the same call, and the first one back too soon.
+    # The two may be killed one after the other. Then both die under the same call, and without the delay
+    # the first would be back too soon.
     flags = ("--heartbeat-timeout-s", "6", "--circuit-deaths", "0")
     hung = start_server(*flags, devices="test:2?compute=1&open_ms=3000")
     made = sample()

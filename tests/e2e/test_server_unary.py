@@ -177,13 +177,13 @@ def test_deadline_that_passes_in_the_queue_frees_everything(tmp_path: Path) -> N
 
 def test_a_call_that_would_miss_its_deadline_is_refused_at_once(tmp_path: Path) -> None:
     made = sample()
-    with run_server(tmp_path / "server.log", devices="test:1?ms=3000") as slow, slow.channel() as channel:
+    with run_server(tmp_path / "server.log", devices="test:1?ms=6000") as slow, slow.channel() as channel:
         method = backward_pb2_grpc.BackwardServiceStub(channel).GroupNormBackward
         method(made.message(), timeout=TIMEOUT_S)
         accepted = slow.info().accepted_calls
         first = method.future(made.message(), timeout=TIMEOUT_S)
         slow.wait_accepted(accepted + 1)
-        failure = failure_of(partial(method, made.message(), timeout=1))
+        failure = failure_of(partial(method, made.message(), timeout=3))
         first.result()
         slow.assert_nothing_leaked()
     assert failure.error.reason == "WOULD_MISS_DEADLINE"

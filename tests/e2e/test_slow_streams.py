@@ -134,7 +134,8 @@ def test_replies_nobody_reads_do_not_hold_their_device(tmp_path: Path, large: Sa
         assert call_execute(other, large.frames()).contents == expected
         second = stack.enter_context(unread(running, large))
         assert call_execute(other, large.frames()).contents == expected
-        # Its connection is closed soon after its end is sent, which waits behind a frame that is to be read.
+        # This one first: the server closes its connection soon after sending its end, which waits behind a
+        # frame that nobody has read.
         with pytest.raises(grpc.RpcError) as caught:
             content_of(second)
         assert content_of(first) == expected["grad_input"]

@@ -47,8 +47,8 @@ MOST_SLOWER = 2.0
 _INFEASIBLE_S, _LONG_MS = 1.0, 2000
 """A deadline that calls of so many milliseconds cannot meet, and that has time to reach a busy machine."""
 _TAUGHT = 5
-"""Three calls are needed until a deadline is refused by their time; one that is much faster than those before
-it starts the count again, so two more let a stall slow the first ones."""
+"""Three calls are needed until a deadline is refused by their time. A call much faster than those before it
+starts the count again; with two more, a stall may slow the first ones."""
 _PROBE_S = 2.0
 """Seconds, at least, to measure the capacity for, so that a moment without a processor does not halve it."""
 _TIMEOUT_S = 60.0

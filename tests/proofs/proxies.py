@@ -32,7 +32,8 @@ SERVER_FLAGS = ("--metrics-listen", "127.0.0.1:0")
 _FILES = Path("deploy/gateway")
 _START_S, _END_S = 30.0, 10.0
 _HOST = "127.0.0.14"
-"""Where no other test listens, so that none takes a port before the program that it was found for."""
+"""Where only gateways and Prometheus listen: no server of a test takes a port before the program it was
+found for does."""
 
 
 def _haproxy(text: str, listen: str, servers: Sequence[ServerProcess], folder: Path) -> str:
@@ -144,7 +145,7 @@ class Proxy:
 
 
 def free_address() -> str:
-    """Host and port where nobody listens now, for a program that cannot choose a port and tell it."""
+    """Host and port where nobody listens now, for a program that cannot pick a port itself and report it."""
     with socket.create_server((_HOST, 0)) as found:
         return f"{_HOST}:{found.getsockname()[1]}"
 

@@ -20,11 +20,14 @@ pytestmark = pytest.mark.slow
 
 
 def test_five_times_the_load_is_shared_by_weight_and_refused_in_time(tmp_path: Path) -> None:
-    for _ in range(5):  # a machine that stands still for a second spoils a round, but not each
+    good, bad = 0, []
+    while good < 2:  # a machine that stands still for a second spoils a round, but not most of them
         found = prove_overload(tmp_path, 4.0)
-        if not (broken := _broken(found)):
-            return
-    pytest.fail(f"{', '.join(broken)}: {found}")
+        if broken := _broken(found):
+            bad.append(f"{', '.join(broken)}: {found}")
+        else:
+            good += 1
+        assert len(bad) <= 3, "\n".join(bad)
 
 
 def _broken(found: Overload) -> list[str]:

@@ -31,7 +31,7 @@ _NAP_S = 0.25
 _LEAST_GRACE_S, _GRACE = 5.0, 0.1
 """How long a late sender goes on after the end: at least in seconds, and as a share of the duration.
 
-A process that the system stops for a second or two then still makes every call of a short run.
+So a process that the system stops for a second or two still makes every call of a short run.
 """
 _IDLE_S = 0.02
 """How often a caller of a closed loop checks whether its turn has come."""

@@ -118,11 +118,12 @@ def find_long_call(rig: Rig, out: StepLog, target_s: float, least_s: float) -> L
             rows.append((size.name, None, "not tried: it needs more than half of the device's memory"))
             break
         runs = _runs(rig, tried, target_s)
-        if not isinstance(runs[-1].answer, CallDone):
+        done = [ran for ran in runs if isinstance(ran.answer, CallDone)]
+        wrong = next(filter(None, (wrong, *map(tried.complaint, done))), "")
+        if len(done) < len(runs):
             rows.append((size.name, None, words(runs[-1].answer)))
             break
-        wrong = next(filter(None, (wrong, *map(tried.complaint, runs))), "")
-        found = LongCall(tried, min(ran.answer.run_s for ran in runs if isinstance(ran.answer, CallDone)))
+        found = LongCall(tried, min(ran.answer.run_s for ran in done if isinstance(ran.answer, CallDone)))
         rows.append((size.name, found.run_s, "result"))
         if found.run_s >= target_s:
             break
@@ -134,7 +135,7 @@ def find_long_call(rig: Rig, out: StepLog, target_s: float, least_s: float) -> L
 
 
 def _runs(rig: Rig, tried: KnownJob, target_s: float) -> list[Ran]:
-    """Runs a call, and again as long as it takes so long: the first time it may load kernels."""
+    """Runs a call up to `_RUNS` times, as long as each run takes `target_s`: the first may load kernels."""
     runs = [_grown(rig, tried)]
     while len(runs) < _RUNS and isinstance(answer := runs[-1].answer, CallDone) and answer.run_s >= target_s:
         runs.append(_grown(rig, tried))

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from npugrad.ops._grid_sampler_2d_backward_workloads import long_call as expanded
 from npugrad.products import Product
 from npugrad.validation import validate_call
+from npugrad_server.acceptance import extremes
 from npugrad_server.acceptance.extremes import (
     HUGE,
     RECORD,
@@ -19,11 +20,13 @@ from npugrad_server.acceptance.extremes import (
     large_call,
     long_call,
 )
-from npugrad_server.acceptance.known import known
+from npugrad_server.acceptance.job import Ran
+from npugrad_server.acceptance.known import KnownJob, known
 from npugrad_server.acceptance.rig import BenchSettings, Rig
 from npugrad_server.acceptance.step import StepLog, StepSkipped
 from npugrad_server.acl.layout import arrange
 from npugrad_server.pool.admission import demand_of
+from npugrad_server.worker.protocol import CallDone
 
 if TYPE_CHECKING:
     from npugrad_server.acceptance.job import Job
@@ -90,6 +93,22 @@ def test_a_call_grows_until_it_is_long_enough() -> None:
     (table,) = out.tables
     assert [row[2] for row in table.rows] == ["result"] * len(table.rows)
     assert table.rows[-1][1] == found.run_s
+
+
+def test_the_time_of_a_long_call_is_that_of_its_fastest_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As soon as a run is too short, a longer call is tried."""
+    times = iter([0.5, 0.05, 0.5, 0.2, 0.3])
+    sizes: list[str] = []
+
+    def grown(_: Rig, tried: KnownJob) -> Ran:
+        sizes.append(tried.name)
+        return Ran({}, CallDone(0, 0.0, next(times), 0.0, 0, "test"))
+
+    monkeypatch.setattr(extremes, "_grown", grown)
+    with bench_on("test:0") as rig:
+        found = find_long_call(rig, StepLog(), target_s=0.1, least_s=0.01)
+    assert found.run_s == 0.2
+    assert [sizes.count(size) for size in dict.fromkeys(sizes)] == [2, 3]
 
 
 def test_wrong_sums_are_noticed() -> None:

@@ -275,7 +275,7 @@ def overlap() -> int:
 def mixed_modes() -> dict[str, bool]:
     """Four callers of both modes on two streams; the mode of each call by its first size."""
     rig = Rig(streams=2)
-    # Kernels are so long that two of one mode meet whenever their turns do.
+    # Kernels take long enough that two of one mode overlap whenever both may run.
     rig.sim.set_plan("record=1;kernel_ms=20;copy_ms=1")
     free: SimpleQueue[int] = SimpleQueue()
     for stream in (0, 1):

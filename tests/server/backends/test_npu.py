@@ -527,7 +527,7 @@ def test_a_failure_that_cannot_be_cleared_up_ends_the_worker(start_npu_worker: S
 def test_calls_on_other_streams_end_with_their_device(start_npu_worker: StartNpuWorker) -> None:
     """One report, then the end: no answer may come from a device that failed."""
     worker = start_npu_worker(streams=2)
-    # The other kernel never ends, or it might before the device has failed.
+    # The other kernel never ends; otherwise it might end before the device has failed.
     worker.plan("kernel_ms=200;kernel:1:507015;kernel:2:hang")
     for _ in range(2):
         worker.send(worker.order(GROUP_NORM, NORM)[0])

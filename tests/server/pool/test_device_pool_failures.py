@@ -515,11 +515,12 @@ def test_processes_that_cannot_be_started_leave_nothing_behind_and_the_device_co
     run_pool: Any, job: Any, eventually: Callable[..., Awaitable[None]]
 ) -> None:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # A start needs seven at once. The first loss has its arena's descriptor yet to give back: hence twice 0.
+    # A start needs seven at once. When the first loss is told, its arena's descriptor is still open: hence
+    # 0 twice.
     spares = [0, *range(7)]
 
     class Scarce(Losses):
-        """Sets the limit that the next start is to meet before that start is planned."""
+        """Sets the limit for the next start before that start is planned."""
 
         def worker_lost(self, device: str, reason: str) -> None:
             super().worker_lost(device, reason)

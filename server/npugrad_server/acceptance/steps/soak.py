@@ -190,13 +190,13 @@ def private_bytes(pid: int) -> int:
     """Returns a process's private resident memory; the arenas are shared, so they do not count.
 
     Raises:
-        OSError: There is no such process.
+        OSError: There is no such process, or it is ending.
         ValueError: The kernel does not report it.
     """
     status = dict(line.partition(":")[::2] for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     if "RssAnon" in status:
         return int(status["RssAnon"].split()[0]) * 1024
-    if status["State"].startswith("\tZ"):
+    if "VmRSS" not in status:  # it is ending: its memory is gone, though it may not be a zombie yet
         raise ProcessLookupError(f"process {pid} has ended")
     raise ValueError(f"/proc/{pid}/status: found no RssAnon; expected Linux 4.5 or newer")
 
