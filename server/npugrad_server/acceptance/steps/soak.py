@@ -193,7 +193,8 @@ def private_bytes(pid: int) -> int:
         OSError: There is no such process, or it is ending.
         ValueError: The kernel does not report it.
     """
-    status = dict(line.partition(":")[::2] for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    lines = (line.partition(":") for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    status = {name: value for name, _, value in lines}
     if "RssAnon" in status:
         return int(status["RssAnon"].split()[0]) * 1024
     if "VmRSS" not in status:  # it is ending: its memory is gone, though it may not be a zombie yet
