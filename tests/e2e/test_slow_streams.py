@@ -75,7 +75,7 @@ def end_of_upload(running: ServerProcess, made: Sample, chunk_bytes: int) -> str
 
 
 def take_slowly(replies: Any, running: ServerProcess) -> None:
-    """Takes a reply slowly until the server has given it up; whoever is not at its end soon after is cut off."""
+    """Takes a reply slowly until the server has given it up, then the rest at once: it is cut off soon."""
     for _ in slowly(replies, REPLY_PAUSE_S):
         if not running.info().output_arena_used_bytes:
             break
