@@ -272,7 +272,7 @@ async def until(client: AsyncClient, is_reached: Callable[[int], bool]) -> None:
 
 
 def test_a_server_gives_cancelled_calls_up(start_server: StartServer) -> None:
-    running = start_server("--max-queue-depth", "8", devices="test:1?ms=60000")
+    running = start_server("--max-queue-depth", "8", devices="test:1?ms=12000")  # too long to run them all
 
     async def work() -> None:
         async with AsyncClient(running.address, timeout_s=60) as client:
@@ -282,6 +282,7 @@ def test_a_server_gives_cancelled_calls_up(start_server: StartServer) -> None:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await until(client, lambda queued: queued == 0)
+            await client.group_norm_backward(**group_norm())
 
     run(work())
 

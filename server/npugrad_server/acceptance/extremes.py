@@ -118,12 +118,12 @@ def find_long_call(rig: Rig, out: StepLog, target_s: float, least_s: float) -> L
             rows.append((size.name, None, "not tried: it needs more than half of the device's memory"))
             break
         runs = _runs(rig, tried, target_s)
-        done = [ran for ran in runs if isinstance(ran.answer, CallDone)]
-        wrong = next(filter(None, (wrong, *map(tried.complaint, done))), "")
-        if len(done) < len(runs):
+        times = [ran.answer.run_s for ran in runs if isinstance(ran.answer, CallDone)]
+        wrong = next(filter(None, (wrong, *map(tried.complaint, runs[: len(times)]))), "")
+        if len(times) < len(runs):
             rows.append((size.name, None, words(runs[-1].answer)))
             break
-        found = LongCall(tried, min(ran.answer.run_s for ran in done if isinstance(ran.answer, CallDone)))
+        found = LongCall(tried, min(times))
         rows.append((size.name, found.run_s, "result"))
         if found.run_s >= target_s:
             break
