@@ -191,20 +191,20 @@ test test-all test-npu models: export OMP_NUM_THREADS := 1
 test test-all test-npu models: export OPENBLAS_NUM_THREADS := 1
 
 test: $(STAMP_KERNELS) ## Run the tests
-	$(BIN)/python -m pytest $(AT_ONCE) -m "not deep and not large and not bench and not npu_sim" --hypothesis-profile quick $(ARGS)
+	$(BIN)/python -m tests.second_runs $(AT_ONCE) -m "not deep and not large and not bench and not npu_sim" --hypothesis-profile quick $(ARGS)
 test-all: $(STAMP_KERNELS) ## Run the tests in full depth: every kernel variant, long runs, training examples
-	$(BIN)/python -m pytest $(AT_ONCE) $(ARGS)
+	$(BIN)/python -m tests.second_runs $(AT_ONCE) $(ARGS)
 test-large: $(STAMP_KERNELS) ## Make a 3 GiB call and check the load test; needs an otherwise idle machine
-	$(BIN)/python -m pytest -m large --timeout 900 -o faulthandler_timeout=840 $(ARGS)
+	$(BIN)/python -m tests.second_runs -m large --timeout 900 -o faulthandler_timeout=840 $(ARGS)
 
 test-npu: $(STAMP_KERNELS_NPU) ## Test the NPU backend: the unmodified torch_npu on a simulated CANN; x86-64 with g++
 	# Three processes: each server of these tests starts up to five workers, and each imports torch.
 	# Compiled before the first test, whose time it would take; tests find it in the folder of objects.
 	$(VENV_NPU)/bin/python -m tests.cann_sim.build build/cann_sim_tests --objects build/cann_sim >/dev/null
-	TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(VENV_NPU)/bin/python -m pytest $(AT_ONCE:auto=3) -m npu_sim $(ARGS)
+	TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(VENV_NPU)/bin/python -m tests.second_runs $(AT_ONCE:auto=3) -m npu_sim $(ARGS)
 
 test-jax: $(STAMP_JAX) ## Test the JAX functions, in an environment with JAX
-	JAX_PLATFORMS=cpu $(VENV_JAX)/bin/python -m pytest tests/client/jax 'tests/docs/test_code.py::test_python_runs[docs/guides/jax.md]' $(ARGS)
+	JAX_PLATFORMS=cpu $(VENV_JAX)/bin/python -m tests.second_runs tests/client/jax 'tests/docs/test_code.py::test_python_runs[docs/guides/jax.md]' $(ARGS)
 
 models: $(STAMP_MODELS) ## Run one step of real models locally and under remote, fused and not; ARGS="deformable_detr raft"
 	$(VENV_MODELS)/bin/python -m tests.models $(ARGS)
