@@ -167,7 +167,7 @@ def noticed(fault: Fault, stages: Sequence[str], past: Mapping[str, str]) -> dic
 def _arguments(stage: str, tests: Sequence[str]) -> list[str]:
     at_once = ["-n", "3" if stage == "npu" else "4", "--dist", "worksteal"]
     return {
-        "importing": [*_SHORT, *tests],
+        "importing": [*_SHORT, *(at_once if len(tests) > 10 else []), *tests],
         "test": [*_SHORT, *at_once],
         "all": at_once,
         "npu": ["-m", "npu_sim", *at_once],
