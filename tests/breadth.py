@@ -9,15 +9,13 @@ from __future__ import annotations
 import re
 import sys
 from collections import Counter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import pytest
 
 from npugrad import OPERATORS, DType
 from npugrad.operator import AttrParam, Constraint, OpRecord
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 _FAULTS = ("plan", "problem", "action", "lie", "mistake", "what", "damage")
 _COMMANDS = re.compile(

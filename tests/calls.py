@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 import numpy as np
+import numpy.typing as npt
 import pytest
 from grpc_status import rpc_status
 from tests.synthetic.record import REGISTRY as SYNTHETIC_REGISTRY
@@ -17,24 +20,16 @@ from npugrad import codec
 from npugrad.call import CallOptions
 from npugrad.errors import NpugradError, error_from_details
 from npugrad.layout import chunks, view
+from npugrad.meta import CallMeta, TensorMeta
+from npugrad.operator import OpRecord
 from npugrad.ops import get_operator
 from npugrad.products import Product
-from npugrad.registry import REGISTRY
+from npugrad.registry import REGISTRY, Registry
 from npugrad.status import MAX_STATUS_BYTES, decode_status, grpc_status_name
 from npugrad.v1 import backward_pb2
 from npugrad_server.backends.base import DeviceCall
 from npugrad_server.backends.cpu import CpuBackend
 from npugrad_server.devices import parse_device
-
-if TYPE_CHECKING:
-    import threading
-    from collections.abc import Callable, Iterable, Iterator, Mapping
-
-    import numpy.typing as npt
-
-    from npugrad.meta import CallMeta, TensorMeta
-    from npugrad.operator import OpRecord
-    from npugrad.registry import Registry
 
 TIMEOUT_S = 60.0
 """Deadline of every call of a test: a hang fails it."""

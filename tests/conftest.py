@@ -6,14 +6,11 @@ import gc
 import logging
 import os
 import signal
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 # `make test` asks for the second by `--hypothesis-profile`; a test that says how many it needs has as many.
 # How long an example takes is no matter of these tests: a busy machine is slow.

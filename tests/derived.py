@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from hypothesis import strategies as st
 
+from npugrad.meta import CallMeta
+from npugrad.operator import OpRecord
 from npugrad.ops import OPERATORS
 from npugrad.recipe import recipes
 from npugrad.validation import validate_call
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-
-    from npugrad.meta import CallMeta
-    from npugrad.operator import OpRecord
-
-    Array = npt.NDArray[Any]
-    Operands = dict[str, Array | None]
+Array = npt.NDArray[Any]
+Operands = dict[str, Array | None]
 
 FLOATS = ("float32", "float16", "bfloat16")
 NO_PLACES = (

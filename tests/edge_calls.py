@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from npugrad import OPERATORS
 from npugrad.agreement import Agreement, agreement
+from npugrad.coordinates import CoordinateRule
 from npugrad.dtypes import DType, dtype_from_name
+from npugrad.meta import CallMeta
+from npugrad.operator import OpRecord
 from npugrad.references._blocks import store
+from npugrad.sampled import SampledCall
 from npugrad.tolerance import compare
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    import numpy.typing as npt
-
-    from npugrad.coordinates import CoordinateRule
-    from npugrad.meta import CallMeta
-    from npugrad.operator import OpRecord
-    from npugrad.sampled import SampledCall
-
-    Array = npt.NDArray[Any]
-    Floats = npt.NDArray[np.float64]
-    Results = dict[str, Array]
+Array = npt.NDArray[Any]
+Floats = npt.NDArray[np.float64]
+Results = dict[str, Array]
 
 IMAGES = OPERATORS["grid_sampler_2d_backward"]
 VOLUMES = OPERATORS["grid_sampler_3d_backward"]

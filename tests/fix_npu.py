@@ -6,21 +6,18 @@ seen no broken rule, and no handle or executor is left.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 import pytest
+from tests.cann_sim.build import Installation
 from tests.cann_sim.report import HOST_OBJECTS, Report, write_plan
 from tests.e2e.harness import workers_of
 from tests.fix_server import SERVER_PROGRAM, ServerProcess, run_server
-
-if TYPE_CHECKING:
-    from collections import Counter
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-    from pathlib import Path
-
-    from tests.cann_sim.build import Installation
 
 
 @dataclass(frozen=True)

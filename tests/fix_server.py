@@ -17,21 +17,18 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
-from http.client import HTTPConnection
-from typing import IO, TYPE_CHECKING, Any, Protocol
+from http.client import HTTPConnection, HTTPMessage
+from pathlib import Path
+from typing import IO, Any, Protocol
 
 import grpc
 import pytest
 from tests.zygote import Process, Zygote
 
 from npugrad.v1 import server_pb2, server_pb2_grpc
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-    from http.client import HTTPMessage
-    from pathlib import Path
 
 SERVER_PYTHON = os.environ.get("NPUGRAD_TEST_SERVER_PYTHON", sys.executable)
 """Interpreter of the servers: another one proves other versions of the libraries with the same tests."""

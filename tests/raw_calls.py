@@ -10,8 +10,9 @@ import select
 import socket
 import struct
 import time
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import grpc
 from tests.http2 import (
@@ -30,10 +31,7 @@ from tests.http2 import (
     message,
 )
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
-    T = TypeVar("T")
+T = TypeVar("T")
 
 MAX_CALL_BYTES = 60_000
 """Of all messages of a call: below HTTP/2's first window of a stream."""

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from npugrad import OPERATORS, Product
 from npugrad.layout import view
+from npugrad.meta import CallMeta
+from npugrad.operator import OpRecord
 from npugrad.recipe import recipes
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-
-    import numpy.typing as npt
-
-    from npugrad.meta import CallMeta
-    from npugrad.operator import OpRecord
-
-    Array = npt.NDArray[Any]
-    Arrays = Mapping[str, Array | None]
-    Compute = Callable[[OpRecord, CallMeta, Arrays], Mapping[str, Array]]
+Array = npt.NDArray[Any]
+Arrays = Mapping[str, Array | None]
+Compute = Callable[[OpRecord, CallMeta, Arrays], Mapping[str, Array]]
 
 MASK = "output_mask"
 _LARGE_BYTES = 2**18

@@ -14,15 +14,13 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
+from collections.abc import Generator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
-
-if TYPE_CHECKING:
-    from collections.abc import Generator, Sequence
 
 LEDGER = Path(os.environ.get("NPUGRAD_SECOND_RUNS", Path(__file__).with_suffix(".txt")))
 MOST = 3

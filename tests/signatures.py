@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tests.synthetic.record import REGISTRY as SYNTHETIC
 
 from npugrad import codec
 from npugrad.generators import Draw
+from npugrad.meta import CallMeta
+from npugrad.operator import OpRecord
 from npugrad.ops import get_operator
 from npugrad.recipe import Recipe
-from npugrad.registry import REGISTRY
+from npugrad.registry import REGISTRY, Registry
 from npugrad.signature import Signature, SignatureReader
-
-if TYPE_CHECKING:
-    from npugrad.meta import CallMeta
-    from npugrad.operator import OpRecord
-    from npugrad.registry import Registry
 
 NORM = get_operator("group_norm_backward")
 SEED = 7

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    Tally = Callable[[str, int | str], None]
+Tally = Callable[[str, int | str], None]
 
 _COUNTS: pytest.StashKey[dict[str, dict[str, int | str]]] = pytest.StashKey()
 _OUTPUT = "npugrad_counts"

@@ -19,12 +19,10 @@ import struct
 import subprocess
 import sys
 import threading
+from collections.abc import Mapping, Sequence
+from io import RawIOBase
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Protocol
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from io import RawIOBase
+from typing import IO, Protocol
 
 _PROGRAM, _IMPORTED = "npugrad_server", "npugrad_server.cli"
 _MAX_REQUEST_BYTES = 128 * 1024

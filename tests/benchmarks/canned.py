@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -17,13 +17,11 @@ import numpy as np
 
 from npugrad import codec
 from npugrad.call import ExecutionInfo
+from npugrad.meta import CallMeta
+from npugrad.operator import OpRecord
 from npugrad.ops import OPERATORS
 from npugrad.products import Product
 from npugrad_client._channels import STREAM_FROM_BYTES
-
-if TYPE_CHECKING:
-    from npugrad.meta import CallMeta
-    from npugrad.operator import OpRecord
 
 SERVICE = "npugrad.v1.BackwardService"
 

@@ -32,35 +32,30 @@ import asyncio
 import os
 import subprocess
 import sys
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 import grpc.aio
 import numpy as np
+import numpy.typing as npt
 from tests.benchmarks.canned import SMALL, small_call
 from tests.benchmarks.contestant import difference
-from tests.benchmarks.goals import at_least, promised
+from tests.benchmarks.goals import Figure, Goal, at_least, promised
 from tests.benchmarks.harness import Effort, Result, compare
 from tests.benchmarks.processes import ROOT, LineProcess, started
 
 from npugrad.call import CallOptions
+from npugrad.operator import OpRecord
 from npugrad.ops import get_operator
 from npugrad.v1 import backward_pb2_grpc
 from npugrad_client import AsyncClient, Client
 from npugrad_client._call import prepare
 from npugrad_client._frames import unary_request
 
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator, Mapping
-
-    import numpy.typing as npt
-    from tests.benchmarks.goals import Figure, Goal
-
-    from npugrad.operator import OpRecord
-
-    Array = npt.NDArray[Any]
-    Call = Callable[[], Mapping[str, Array]]
+Array = npt.NDArray[Any]
+Call = Callable[[], Mapping[str, Array]]
 
 TITLE = "Client: what it adds to a bare gRPC call"
 SUBTITLE = "smallest calls to a server that answers at once; bursts on one event loop; importing it"

@@ -16,18 +16,15 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    import numpy.typing as npt
-
-    Call = Callable[[], "Mapping[str, npt.NDArray[Any]]"]
+Call = Callable[[], "Mapping[str, npt.NDArray[Any]]"]
 
 _WARM_UP_CALLS = 3
 _PROJECTIONS = 3

@@ -16,19 +16,16 @@ import socket
 import struct
 import sys
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import grpc
 import grpc.aio
 import numpy as np
+import numpy.typing as npt
 from google.protobuf.wrappers_pb2 import BytesValue
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    import numpy.typing as npt
-
-    Call = Callable[[], Mapping[str, npt.NDArray[Any]]]
+Call = Callable[[], Mapping[str, npt.NDArray[Any]]]
 
 _LENGTH = struct.Struct("<Q")
 _OPTIONS = (

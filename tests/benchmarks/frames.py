@@ -19,9 +19,10 @@ import statistics
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from tests.benchmarks.counting.sitecustomize import DONE, FOLDER
@@ -31,9 +32,6 @@ from tests.benchmarks.service_under_test import service
 
 from npugrad.ops import get_operator
 from npugrad_client import Client
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
 
 TITLE = "Python frames of a call"
 SUBTITLE = "GroupNorm of 1 KiB, warm, one call after another, simulated device; all threads and processes"

@@ -12,12 +12,10 @@ import importlib
 import json
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 def memory(subject: str, case: dict[str, Any]) -> dict[str, float]:

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING
+from typing import TextIO
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-    from typing import TextIO
-
-    from tests.benchmarks.harness import Result
+from tests.benchmarks.harness import Result
 
 _TABLE_COLUMNS = 190
 

@@ -7,23 +7,19 @@ positions are computed in float32 whatever type the data has.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tests.benchmarks.operands import made
+from tests.benchmarks.operands import Call, Operands, made
 from tests.operators import FLOYD, GRID_SAMPLER, GROUP_NORM, LAYER_NORM, MSDA
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+from npugrad.meta import CallMeta
 
-    from tests.benchmarks.operands import Call, Operands
-
-    from npugrad.meta import CallMeta
-
-    Arrays = Mapping[str, jax.Array]
-    Grads = Mapping[str, jax.Array]
+Arrays = Mapping[str, jax.Array]
+Grads = Mapping[str, jax.Array]
 
 
 class JaxCall:

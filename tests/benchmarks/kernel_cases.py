@@ -7,20 +7,17 @@ less only. Each peer has a process of its own, so that memory it damages is its 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tests.benchmarks.goals import Goal, at_least, at_most
 
+from npugrad.operator import OpRecord
 from npugrad.ops import OPERATORS
+from npugrad.workloads import Workload
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-
-    from npugrad.operator import OpRecord
-    from npugrad.workloads import Workload
-
-    Goals = dict[str, Goal]
+Goals = dict[str, Goal]
 
 TORCH = "tests.benchmarks.torch_peer:TorchCall"
 JAX = "tests.benchmarks.jax_peer:JaxCall"

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-from tests.benchmarks.operands import empty_outputs, made
+from tests.benchmarks.operands import Array, Call, Operands, empty_outputs, made
 
 from npugrad.layout import view
+from npugrad.meta import CallMeta
 from npugrad.ops import get_operator
 from npugrad_server.backends.cpu.backend import thread_count
 from npugrad_server.backends.cpu.kernels import Kernels
 from npugrad_server.pool.arena import OutputArena
 from npugrad_server.pool.regions import RegionAllocator, aligned
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from tests.benchmarks.operands import Array, Call, Operands
-
-    from npugrad.meta import CallMeta
 
 _TRIAD_STREAMS, _TRIAD_ITEMSIZE = 3, 4
 

@@ -26,9 +26,9 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 from tests.benchmarks.contestant import difference
@@ -42,9 +42,6 @@ from tests.operators import GROUP_NORM
 from npugrad.ops import get_operator
 from npugrad_server.backends.cpu.backend import THREADS
 from npugrad_server.backends.cpu.kernels import SETTING, KernelsUnavailable, find_library
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
 
 TITLE = "Compiled CPU kernels, each call in process"
 OURS = "npugrad"

@@ -22,26 +22,22 @@ from __future__ import annotations
 import json
 import statistics
 import sys
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-from tests.benchmarks.goals import Figure, at_most, figure
+from tests.benchmarks.goals import Figure, Goal, at_most, figure
+from tests.benchmarks.harness import Effort
 from tests.benchmarks.processes import LineProcess
 from tests.benchmarks.resident import restart_peak, status_bytes
 from tests.benchmarks.service_under_test import running_service
 from tests.benchmarks.transport import DEVICES, arguments
 from tests.e2e.harness import workers_of
+from tests.fix_server import ServerProcess
 
 from npugrad_client import Client
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    from tests.benchmarks.goals import Goal
-    from tests.benchmarks.harness import Effort
-    from tests.fix_server import ServerProcess
 
 TITLE = "Memory of server and client"
 SUBTITLE = "resident, simulated device; the peak of a call of 64 MiB each way, and what stays of very many"

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
+from npugrad.meta import CallMeta
 from npugrad.ops import get_operator
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    import numpy.typing as npt
-
-    from npugrad.meta import CallMeta
-
-    Array = npt.NDArray[Any]
-    Call = Callable[[], Mapping[str, Array]]
-    Operands = Mapping[str, Array | None]
+Array = npt.NDArray[Any]
+Call = Callable[[], Mapping[str, Array]]
+Operands = Mapping[str, Array | None]
 
 
 def made(case: Mapping[str, Any]) -> tuple[CallMeta, dict[str, Array | None]]:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
 from xml.sax.saxutils import escape
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+from tests.benchmarks.goals import Goal
+from tests.benchmarks.harness import Row
 
-    from tests.benchmarks.goals import Goal
-    from tests.benchmarks.harness import Row
-
-    Place = tuple[str, str, str]
+Place = tuple[str, str, str]
 
 # Told apart also by people who see colours differently (Okabe and Ito), and by shape.
 _STYLES = (("#0072B2", "circle"), ("#D55E00", "square"), ("#009E73", "diamond"), ("#CC79A7", "triangle"))

@@ -12,15 +12,13 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-
-    from tests.benchmarks.harness import Effort
+from tests.benchmarks.harness import Effort
 
 ROOT = Path(__file__).resolve().parents[2]
 _PACKAGES = tuple(ROOT / name for name in ("protos", "server", "client"))

@@ -5,18 +5,15 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from tests.benchmarks import goals
 from tests.benchmarks.environment import environment
 from tests.benchmarks.goals import Figure, show_figures
 from tests.benchmarks.harness import Effort, Result, Row, as_record, show
 from tests.benchmarks.picture import svg
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-    from pathlib import Path
 
 _ROOFLINE = "roofline"
 _LIMITS = "How far from the limits of the machine"

@@ -38,27 +38,21 @@ Cost of metrics
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tests.benchmarks.contestant import difference
-from tests.benchmarks.goals import at_least, promised
+from tests.benchmarks.goals import Figure, Goal, at_least, promised
 from tests.benchmarks.harness import Effort, Result, compare
-from tests.benchmarks.operands import empty_outputs, made
-from tests.benchmarks.processes import bare_server, started
+from tests.benchmarks.operands import Array, Call, empty_outputs, made
+from tests.benchmarks.processes import Contestant, bare_server, started
 from tests.benchmarks.service_under_test import service
 from tests.operators import FLOYD, GRID_SAMPLER, GROUP_NORM, MSDA
 
 from npugrad.ops import get_operator
 from npugrad_client import Client
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-
-    from tests.benchmarks.goals import Figure, Goal
-    from tests.benchmarks.operands import Array, Call
-    from tests.benchmarks.processes import Contestant
 
 TITLE = "Service on the CPU device"
 SUBTITLE = "whole round trips against computing in the caller's process; calls of 1 KiB against bare grpcio"

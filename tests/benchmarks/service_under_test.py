@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tests.benchmarks.processes import import_path
-from tests.fix_server import SERVER_PROGRAM, run_server
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
-    from tests.fix_server import ServerProcess
+from tests.fix_server import SERVER_PROGRAM, ServerProcess, run_server
 
 # Arenas that hold the largest case some times over; what they are filled with at start is the default.
 _FLAGS = ("--input-arena-bytes", "1GiB", "--output-arena-bytes", "512MiB", "--prefault-bytes", "64MiB")

@@ -8,7 +8,8 @@ import os
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,10 +26,6 @@ from tests.benchmarks.service import CASES, TOLERANCE, ReferenceCall
 
 from npugrad import OPERATORS
 from npugrad_server.backends.cpu.kernels import KernelsUnavailable, find_library
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
 
 STUB, NAIVE, TCP, TORCH = "generated stub", "grpcio, protobuf bytes", "raw TCP", "torch backward"
 PROMISED = {

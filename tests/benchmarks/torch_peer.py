@@ -9,26 +9,21 @@ small operator can take a hundred times as long on a busy machine, and that woul
 from __future__ import annotations
 
 import timeit
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 import torch
-from tests.benchmarks.operands import made
+from tests.benchmarks.operands import Array, Call, Operands, made
 from tests.operators import FLOYD, MSDA
 
+from npugrad.meta import CallMeta
+from npugrad.operator import OpRecord
 from npugrad.ops import get_operator
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from tests.benchmarks.operands import Array, Call, Operands
-
-    from npugrad.meta import CallMeta
-    from npugrad.operator import OpRecord
-
-    Tensors = Mapping[str, torch.Tensor]
-    Backward = Callable[[], Mapping[str, torch.Tensor]]
+Tensors = Mapping[str, torch.Tensor]
+Backward = Callable[[], Mapping[str, torch.Tensor]]
 
 _TRIALS, _TRIALS_S = 5, 1.0
 

@@ -28,15 +28,17 @@ What was expected before the first run
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 import numpy as np
+import numpy.typing as npt
 from tests.benchmarks.echo import payload
-from tests.benchmarks.goals import at_least, promised
+from tests.benchmarks.goals import Figure, Goal, at_least, promised
 from tests.benchmarks.harness import Effort, Result, compare
-from tests.benchmarks.processes import bare_server, started
+from tests.benchmarks.processes import Contestant, bare_server, started
 from tests.benchmarks.service_under_test import service
 from tests.operators import GRID_SAMPLER
 
@@ -46,14 +48,7 @@ from npugrad_client import Client
 from npugrad_client._call import prepare
 from npugrad_client._frames import unary_request
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-
-    import numpy.typing as npt
-    from tests.benchmarks.goals import Figure, Goal
-    from tests.benchmarks.processes import Contestant
-
-    Call = Callable[[], Mapping[str, npt.NDArray[Any]]]
+Call = Callable[[], Mapping[str, npt.NDArray[Any]]]
 
 TITLE = "Transport: S bytes out and S bytes back over loopback"
 SUBTITLE = "simulated device, which writes zeros; the peers only echo, their gRPC calls are unary"

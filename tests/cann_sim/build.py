@@ -16,16 +16,14 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
 
 from npugrad.releases import CannRelease
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
 
 Layout = Literal["split", "single", "both"]
 

@@ -6,17 +6,14 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from tests.cann_sim.build import DEFAULT_CANN, Installation, Layout, build, find_torch_npu
 from tests.cann_sim.report import HOST_OBJECTS, Report
 from tests.cann_sim.runtime import Runtime
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
 
 REPOSITORY = Path(__file__).parents[2]
 TIMEOUT_S = 300

@@ -9,9 +9,10 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Callable, Sequence
 from ctypes import byref, c_void_p
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tests.cann_sim.build import Installation
 from tests.cann_sim.operators import Arguments, Launch, make_arrays
@@ -20,10 +21,7 @@ from tests.cann_sim.runtime import DETERMINISTIC, CannError, Runtime
 
 from npugrad.ops import OPERATORS, get_operator
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    Observation = Callable[[Runtime], Any]
+Observation = Callable[[Runtime], Any]
 
 OBSERVATIONS: dict[str, Observation] = {}
 

@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from ctypes import byref, c_bool, c_float, c_int64, c_uint64, c_void_p
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-from tests.cann_sim.runtime import D2H, H2D
+import numpy.typing as npt
+from tests.cann_sim.runtime import D2H, H2D, Runtime
 
 from npugrad.attributes import Scalar
 from npugrad.errors import MalformedTensor
-from npugrad.meta import TensorMeta
-from npugrad.operator import AttrParam, TensorParam
+from npugrad.meta import CallMeta, TensorMeta
+from npugrad.operator import AttrParam, OpRecord, TensorParam
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    import numpy.typing as npt
-    from tests.cann_sim.runtime import Runtime
-
-    from npugrad.meta import CallMeta
-    from npugrad.operator import OpRecord
-
-    Array = npt.NDArray[Any]
-    Relayout = Callable[[TensorMeta], TensorMeta]
+Array = npt.NDArray[Any]
+Relayout = Callable[[TensorMeta], TensorMeta]
 
 
 _ARRAYS = {

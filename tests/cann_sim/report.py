@@ -10,10 +10,8 @@ import os
 import struct
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from pathlib import Path
+from typing import Any
 
 HOST_OBJECTS = (
     *("live.tensors", "live.bool_arrays", "live.int_arrays", "live.float_arrays", "live.scalars"),

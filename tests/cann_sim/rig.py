@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
-from tests.cann_sim.runtime import H2D
-
-if TYPE_CHECKING:
-    from tests.cann_sim.runtime import Runtime
+from tests.cann_sim.runtime import H2D, Runtime
 
 OP = "aclnnGroupNormBackward"
 N, C, HXW, GROUP = 1, 16, 8, 2

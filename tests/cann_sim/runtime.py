@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+from collections.abc import Sequence
 from ctypes import (
     POINTER,
     c_bool,
@@ -23,17 +24,12 @@ from ctypes import (
     c_uint64,
     c_void_p,
 )
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
-from tests.cann_sim.build import SOURCES
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    import numpy.typing as npt
-    from tests.cann_sim.build import Installation
+import numpy.typing as npt
+from tests.cann_sim.build import SOURCES, Installation
 
 H2H, H2D, D2H, D2D, DEFAULT = range(5)
 HBM = 1

@@ -7,18 +7,15 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 from tests.cann_sim.build import Installation
 from tests.cann_sim.rig import Rig, queue_upload
 from tests.cann_sim.runtime import D2H, H2D, Runtime
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    Scenario = Callable[[Runtime], None]
+Scenario = Callable[[Runtime], None]
 
 SCENARIOS: dict[str, Scenario] = {}
 KIB = 1024

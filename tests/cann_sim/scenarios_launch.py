@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from tests.cann_sim.operators import Launch, make_arrays
 from tests.cann_sim.rig import SHAPES, Rig, queue_upload
@@ -12,9 +12,6 @@ from tests.cann_sim.scenarios import KIB, scenario
 
 from npugrad.meta import TensorMeta
 from npugrad.ops import get_operator
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 def void(_: object) -> None:

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import re
 import subprocess
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
-from tests.cann_sim.build import SOURCES, vendor_functions
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.cann_sim.build import Installation
+from tests.cann_sim.build import SOURCES, Installation, vendor_functions
 
 pytestmark = pytest.mark.npu_sim
 

@@ -6,24 +6,20 @@ import json
 import signal
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
-from tests.cann_sim.fixtures import REPOSITORY, TIMEOUT_S
+from tests.cann_sim.build import Installation
+from tests.cann_sim.fixtures import REPOSITORY, TIMEOUT_S, Ended
 from tests.cann_sim.observations import REPEATED
 from tests.cann_sim.report import Report, leaks, write_plan
 
 from npugrad.ops import OPERATORS
 from npugrad.releases import CannRelease
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from tests.cann_sim.build import Installation
-    from tests.cann_sim.fixtures import Ended
-
-    Run = Callable[..., Ended]
+Run = Callable[..., Ended]
 
 pytestmark = pytest.mark.npu_sim
 

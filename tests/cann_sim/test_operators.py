@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.cann_sim.operators import as_it_is, compute, make_arrays, transposed
+from tests.cann_sim.operators import Relayout, as_it_is, compute, make_arrays, transposed
+from tests.cann_sim.runtime import Runtime
 
 from npugrad.coordinates import CoordinateRule
+from npugrad.meta import CallMeta
+from npugrad.operator import OpRecord
 from npugrad.ops import OPERATORS, get_operator
 from npugrad.products import Product
 from npugrad.tolerance import compare
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from typing import Any
-
-    import numpy.typing as npt
-    from tests.cann_sim.operators import Relayout
-    from tests.cann_sim.runtime import Runtime
-
-    from npugrad.meta import CallMeta
-    from npugrad.operator import OpRecord
 
 pytestmark = pytest.mark.npu_sim
 

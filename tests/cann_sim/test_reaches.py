@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from tests.cann_sim.operators import compute
+from tests.cann_sim.runtime import Runtime
 from tests.reaches import every_sample, masked, prove
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    import numpy.typing as npt
-    from tests.cann_sim.runtime import Runtime
-
-    from npugrad.meta import CallMeta
-    from npugrad.operator import OpRecord
+from npugrad.meta import CallMeta
+from npugrad.operator import OpRecord
 
 pytestmark = pytest.mark.npu_sim
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,12 +29,8 @@ from tests.cann_sim.runtime import (
     TIMESTAMP_INVALID,
     TIMESTAMP_REVERSAL,
     CannError,
+    Runtime,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from tests.cann_sim.runtime import Runtime
 
 pytestmark = pytest.mark.npu_sim
 

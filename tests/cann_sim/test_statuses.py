@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from ctypes import byref, c_uint64, c_void_p
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from tests.cann_sim.operators import Arguments
-from tests.cann_sim.runtime import SUCCESS
+from tests.cann_sim.runtime import SUCCESS, Runtime
 from tests.cann_sim.test_operators import SOC
 
 from npugrad.dtypes import DType
-from npugrad.meta import TensorMeta
+from npugrad.meta import CallMeta, TensorMeta
+from npugrad.operator import Constraint, OpRecord
 from npugrad.ops import OPERATORS, get_operator
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.cann_sim.runtime import Runtime
-
-    from npugrad.meta import CallMeta
-    from npugrad.operator import Constraint, OpRecord
-    from npugrad.products import Product
+from npugrad.products import Product
 
 pytestmark = pytest.mark.npu_sim
 

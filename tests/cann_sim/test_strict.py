@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import re
 import signal
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from tests.cann_sim import scenarios_launch  # noqa: F401  registers its mistakes
 from tests.cann_sim.build import SOURCES
+from tests.cann_sim.fixtures import Ended
 from tests.cann_sim.scenarios import SCENARIOS
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from tests.cann_sim.fixtures import Ended
-
-    Run = Callable[..., Ended]
+Run = Callable[..., Ended]
 
 pytestmark = pytest.mark.npu_sim
 

@@ -5,19 +5,16 @@ from __future__ import annotations
 import json
 import os
 import signal
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
+from tests.cann_sim.build import Installation
+from tests.cann_sim.fixtures import Ended
 from tests.cann_sim.report import HOST_OBJECTS
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from tests.cann_sim.build import Installation
-    from tests.cann_sim.fixtures import Ended
-
-    Run = Callable[..., Ended]
+Run = Callable[..., Ended]
 
 pytestmark = [pytest.mark.npu_sim, pytest.mark.slow, pytest.mark.usefixtures("torch_npu")]
 

@@ -6,8 +6,9 @@ import json
 import os
 import sys
 import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch_npu  # noqa: F401  registers the device
@@ -15,11 +16,8 @@ from tests.cann_sim.build import Installation
 from tests.cann_sim.rig import OP
 from tests.cann_sim.runtime import D2H, H2D, Runtime
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    Tensor = torch.Tensor
-    Probe = Callable[[], Any]
+Tensor = torch.Tensor
+Probe = Callable[[], Any]
 
 PROBES: dict[str, Probe] = {}
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}

@@ -15,21 +15,19 @@ import doctest
 import importlib
 import io
 import traceback
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from inspect import cleandoc, isawaitable
 from pathlib import Path
 from types import CodeType, FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 import npugrad_client as _client
 from npugrad import OPERATORS
 from npugrad_client import AsyncClient, Client
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 PACKAGES = {
     "npugrad_client": ("Client", "AsyncClient"),

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from concurrent import futures
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 import numpy as np
@@ -16,16 +16,14 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from npugrad import codec
 from npugrad.call import ExecutionInfo
+from npugrad.errors import NpugradError
+from npugrad.meta import TensorMeta
 from npugrad.operator import OpRecord
 from npugrad.ops import OPERATORS
 from npugrad.products import Product
 from npugrad.registry import REGISTRY
 from npugrad.status import encode_status, grpc_status_name
 from npugrad.v1 import backward_pb2
-
-if TYPE_CHECKING:
-    from npugrad.errors import NpugradError
-    from npugrad.meta import TensorMeta
 
 Context = grpc.ServicerContext
 Unary = Callable[[OpRecord, Any, Context], Any]

@@ -5,13 +5,10 @@ from __future__ import annotations
 import socket
 import struct
 import threading
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
 
 from tests.http2 import ACK, END_HEADERS, GOAWAY, HEADERS, PING, PREFACE, SETTINGS, frame, literal
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 _DATA, _RST_STREAM, _END_STREAM = 0, 3, 1
 _STATUS_200 = b"\x88"

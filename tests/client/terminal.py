@@ -11,13 +11,11 @@ import subprocess
 import sys
 import termios
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any
 
 from tests.client.fake_service import Context, chunk_frame, decoded, header_frame, read_header, response
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from types import TracebackType
 
 STAGES = ("sending", "waiting", "receiving")
 _STYLES = re.compile(r"\x1b\[[0-9;]*m")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import inspect
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
 
 import grpc
 import numpy as np
@@ -26,9 +27,11 @@ from tests.client.fake_service import (
     zeros,
 )
 from tests.client.test_transport import assert_waited
+from tests.fix_server import ServerProcess, StartServer
 
 from npugrad import OPERATORS, codec
 from npugrad.errors import ServerBusy
+from npugrad.operator import OpRecord
 from npugrad.v1 import backward_pb2_grpc
 from npugrad_client import (
     AsyncClient,
@@ -39,13 +42,6 @@ from npugrad_client import (
     InvalidOperand,
     NullOperand,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterator
-
-    from tests.fix_server import ServerProcess, StartServer
-
-    from npugrad.operator import OpRecord
 
 WAYS = pytest.mark.parametrize("stream_from_bytes", [UNARY, STREAMED], ids=["unary", "streamed"])
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import grpc
 import pytest
@@ -12,12 +13,8 @@ from tests.client.raw_http2 import GONE, NO_STATUS, peer, reset
 from tests.http2 import HEADERS
 
 from npugrad.errors import NpugradError
+from npugrad.operator import OpRecord
 from npugrad_client import AsyncClient, Client, ConnectError, RetryPolicy
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from npugrad.operator import OpRecord
 
 BROKEN_OFF = {
     **{f"reset {code}": reset(code) for code in (0, 2, 7, 8)},

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,9 +14,6 @@ from npugrad.timeline import SERVER_STAGES, serialize_marks
 from npugrad_client._attempt import Attempt
 from npugrad_client._chrome_trace import Trace
 from npugrad_client._clock import CallClock
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 OPERATOR = "group_norm_backward"
 TARGETS = ("127.0.0.1:50051", 'unix:"/a\\b"')

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 from tests.calls import Sample, fill, sample
 from tests.client.fake_service import STREAMED, UNARY, group_norm
+from tests.fix_server import ServerProcess
 
 from npugrad import OPERATORS, Product, TensorMeta
 from npugrad_client import (
@@ -20,11 +22,6 @@ from npugrad_client import (
     OperatorError,
     UnsupportedOperator,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.fix_server import ServerProcess
 
 MASK = (True, True, True)
 BF16 = np.dtype(ml_dtypes.bfloat16)

@@ -6,22 +6,18 @@ import copy
 import json
 import pickle
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import Any
 
 from opentelemetry.sdk.trace import TracerProvider
 from tests.client.fake_service import Context, abort_with, fake_service, group_norm, zeros
 
 from npugrad.errors import ServerBusy
+from npugrad.operator import OpRecord
 from npugrad.timeline import serialize_marks
 from npugrad_client import Client, RetryPolicy
 from npugrad_client._attempt import Attempt
 from npugrad_client._clock import CallClock
-
-if TYPE_CHECKING:
-    from pathlib import Path
-    from typing import Any
-
-    from npugrad.operator import OpRecord
 
 
 def test_a_reply_that_was_refused_is_unpacked_until_its_try_fails_and_no_longer() -> None:

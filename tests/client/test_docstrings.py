@@ -5,17 +5,15 @@ from __future__ import annotations
 import ast
 import builtins
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from tests.client.docstrings import PACKAGES, come_true, compiled, documented, elsewhere, public
+from tests.fix_server import ServerProcess
+from tests.fix_tls import Certificates
 
 import npugrad_client
 from npugrad_client import NpugradError, TransportError
-
-if TYPE_CHECKING:
-    from tests.fix_server import ServerProcess
-    from tests.fix_tls import Certificates
 
 NAMES = [(package, name) for package in PACKAGES for name in documented(package)]
 PUBLIC = pytest.mark.parametrize(("package", "name"), NAMES, ids=[name for _, name in NAMES])

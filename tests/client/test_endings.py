@@ -11,8 +11,9 @@ import subprocess
 import sys
 import textwrap
 import threading
+from collections.abc import Iterator
 from concurrent.futures import CancelledError, ProcessPoolExecutor, wait
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from tests.client.fake_service import (
@@ -32,12 +33,8 @@ from tests.client.fake_service import (
 )
 
 from npugrad.errors import InvalidOperand, ServerBusy
+from npugrad.operator import OpRecord
 from npugrad_client import AsyncClient, Cancelled, Client, RetryPolicy
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from npugrad.operator import OpRecord
 
 HEDGED = RetryPolicy(hedge_after_s=0.0, max_tries=2)
 WAIT_S = 20.0

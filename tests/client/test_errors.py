@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import grpc
 import pytest
@@ -47,9 +47,6 @@ from npugrad.status import encode_status
 from npugrad.validation import error_from_verdict, make_call, validate_call
 from npugrad_client import Client, TensorMeta
 from npugrad_client.errors import STATUS_CLASSES
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 End = Callable[[Context], object]
 RECORD = get_operator("group_norm_backward")

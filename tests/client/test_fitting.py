@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -10,9 +11,6 @@ from hypothesis import strategies as st
 
 from npugrad import OPERATORS, Product, TensorMeta
 from npugrad_client._fitting import FLOATS, as_sent, fits, is_mixed
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 FITTED = (
     "multi_scale_deformable_attention_grad",

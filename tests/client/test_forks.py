@@ -8,16 +8,14 @@ import subprocess
 import sys
 import textwrap
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import grpc
 import pytest
 from tests.client.fake_service import STREAMED, UNARY, Context, fake_service, stream_zeros, zeros
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from npugrad.operator import OpRecord
+from npugrad.operator import OpRecord
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="the platform has no fork")
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -37,12 +38,8 @@ from npugrad.layout import view
 from npugrad.v1 import backward_pb2
 from npugrad_client import Client, _frames
 from npugrad_client._attempt import Attempt
+from npugrad_client._call import Answer, Prepared
 from npugrad_client._frames import read_response, unary_request
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-
-    from npugrad_client._call import Answer, Prepared
 
 
 def request_frames(

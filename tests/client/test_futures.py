@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import inspect
 import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,17 +24,12 @@ from tests.client.fake_service import (
     stream_zeros,
     zeros,
 )
+from tests.fix_server import ServerProcess
 
 from npugrad import OPERATORS
 from npugrad.errors import ServerBusy
+from npugrad.operator import OpRecord
 from npugrad_client import AsyncClient, Cancelled, Client, InvalidOperand, NpugradError, RetryPolicy
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from tests.fix_server import ServerProcess
-
-    from npugrad.operator import OpRecord
 
 WAYS = pytest.mark.parametrize("way", [UNARY, STREAMED], ids=["unary", "streamed"])
 

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 from tests.client.fake_service import group_norm
+from tests.fix_server import ServerProcess
 
 import npugrad
 from npugrad import OPERATORS, Constraint, NpugradError, OpRecord, Product, TensorMeta
 from npugrad.v1 import server_pb2, validation_pb2
 from npugrad_client import Client, MalformedRequest, UnsupportedOperator, _info
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.fix_server import ServerProcess
 
 MASK = (True, True, True)
 NULLS: dict[str, set[str]] = {

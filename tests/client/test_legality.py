@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
 
@@ -20,9 +21,6 @@ from npugrad_client import (
     UnsupportedOperator,
     _legality,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 NOWHERE = "127.0.0.1:1"
 DEFORMABLE = {

@@ -7,7 +7,8 @@ import os
 import re
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import grpc
 import numpy as np
@@ -25,6 +26,7 @@ from tests.client.fake_service import (
     response,
 )
 
+from npugrad.errors import NpugradError
 from npugrad_client import (
     AsyncClient,
     Client,
@@ -38,12 +40,6 @@ from npugrad_client import (
 )
 from npugrad_client._attempt import Attempt
 from npugrad_client._retry import RETRY
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from npugrad.errors import NpugradError
-
 
 REFUSALS = [
     InvalidOperand("group: found 3", code=161002, operator="group_norm_backward"),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,9 +16,6 @@ from tests.operators import GROUP_NORM
 from npugrad.errors import UNARY_LIMIT_HINT
 from npugrad_client import AsyncClient, CallTooLarge, Client, RetryPolicy
 from npugrad_client._channels import LARGEST_UNARY_BYTES
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 END_STREAM = 1
 

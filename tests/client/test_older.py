@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from tests.client.fake_service import STREAMED, Context, abort_with, fake_service, group_norm
@@ -11,9 +12,6 @@ from npugrad.errors import MalformedRequest, NpugradError, UnsupportedOperator
 from npugrad_client import Client
 from npugrad_client._attempt import Attempt
 from npugrad_client._older import version_question
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 OPERATOR = "group_norm_backward"
 NO_CALL = "execute: header: found no call; expected one of gelu_backward"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from npugrad.call import CallOptions
 from npugrad.errors import InvalidOperand, MalformedRequest
 from npugrad.frames import encode_frame
 from npugrad.layout import view
+from npugrad.operator import OpRecord, Sample
 from npugrad.products import Product
 from npugrad.recipe import Recipe
 from npugrad_client import Client
@@ -21,11 +23,6 @@ from npugrad_client._call import Prepared, prepare
 from npugrad_client._frames import open_call
 from npugrad_client._plans import MAX_PLANS, Plans
 from npugrad_client._unary import encode_unary, read_unary
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from npugrad.operator import OpRecord, Sample
 
 RECORD = OPERATORS["group_norm_backward"]
 INPUTS = [p.name for p in RECORD.inputs]

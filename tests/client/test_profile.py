@@ -13,24 +13,19 @@ import sys
 import textwrap
 import threading
 import weakref
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
-from tests.client.fake_service import STREAMED, UNARY, Gate, abort_with, fake_service, group_norm
+from tests.client.fake_service import STREAMED, UNARY, Context, Gate, abort_with, fake_service, group_norm
+from tests.fix_server import ServerProcess
 
 from npugrad.errors import ServerBusy
+from npugrad.operator import OpRecord
 from npugrad_client import AsyncClient, Client, InvalidOperand, MalformedRequest, RetryPolicy
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from tests.client.fake_service import Context
-    from tests.fix_server import ServerProcess
-
-    from npugrad.operator import OpRecord
 
 WAYS = pytest.mark.parametrize("way", [UNARY, STREAMED], ids=["unary", "streamed"])
 OPERATOR = "group_norm_backward"

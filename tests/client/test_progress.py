@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable, Iterator
 from itertools import groupby, pairwise
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import pytest
 from tests.client.fake_service import (
@@ -21,6 +22,7 @@ from tests.client.fake_service import (
     zeros,
 )
 from tests.client.terminal import STAGES, Staged, Terminal
+from tests.fix_server import ServerProcess
 
 from npugrad.errors import ServerBusy
 from npugrad_client import AsyncClient, Client, NpugradError, Progress, RetryPolicy
@@ -28,12 +30,7 @@ from npugrad_client._attempt import Attempt
 from npugrad_client._clock import CallClock
 from npugrad_client._progress import ProgressReport
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from tests.fix_server import ServerProcess
-
-    Make = Callable[..., Any]
+Make = Callable[..., Any]
 
 MIB = 2**20
 

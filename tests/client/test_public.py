@@ -7,19 +7,15 @@ import inspect
 import re
 from importlib.resources import files
 from types import ModuleType
-from typing import TYPE_CHECKING
 
 import pytest
 
 import npugrad
 import npugrad_client
 import npugrad_client.errors
-from npugrad import OPERATORS
+from npugrad import OPERATORS, OpRecord
 from npugrad.operator import TensorParam
 from npugrad_client import Client, NpugradError, _generated_ops, _info
-
-if TYPE_CHECKING:
-    from npugrad import OpRecord
 
 RECORDS = pytest.mark.parametrize("record", OPERATORS.values(), ids=list(OPERATORS))
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
+from tests.fix_server import ServerProcess
 
 import npugrad_client
 from npugrad import OPERATORS, OpRecord
@@ -14,9 +15,6 @@ from npugrad.call import ExecutionInfo
 from npugrad.products import Product
 from npugrad.representation import WIDTH
 from npugrad_client import AsyncClient, Client, DeviceInfo
-
-if TYPE_CHECKING:
-    from tests.fix_server import ServerProcess
 
 INFO = ExecutionInfo("cpu", "cpu:0", Product.ATLAS_A2, run_s=0.0125, request_id="<b>")
 EACH = pytest.mark.parametrize("record", OPERATORS.values(), ids=OPERATORS)

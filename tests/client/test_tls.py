@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -12,10 +14,6 @@ import trustme
 from tests.client.fake_service import STREAMED, UNARY, fake_service, group_norm
 
 from npugrad_client import AsyncClient, Client, ConnectError, Tls, TlsError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 
 class Identity:

@@ -9,23 +9,29 @@ import pickle
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 import trustme
-from tests.client.fake_service import STREAMED, UNARY, Gate, fake_service, group_norm, stream_zeros, zeros
+from tests.client.fake_service import (
+    STREAMED,
+    UNARY,
+    Context,
+    Gate,
+    Seen,
+    fake_service,
+    group_norm,
+    stream_zeros,
+    zeros,
+)
 from tests.client.test_forks import HEAD
 
 from npugrad_client import AsyncClient, Client, Tls
 from npugrad_client._tls import LEFT_ALONE_S, TlsSource
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from tests.client.fake_service import Context, Seen
 
 AUTHORITY = trustme.CA()
 WAYS = pytest.mark.parametrize("way", [UNARY, STREAMED], ids=["unary", "streamed"])

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 from tests.client.fake_service import fake_service, group_norm
+from tests.fix_server import ServerProcess
 
 from npugrad_client import Client, _arrays
-
-if TYPE_CHECKING:
-    from tests.fix_server import ServerProcess
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch

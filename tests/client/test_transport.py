@@ -7,8 +7,9 @@ import math
 import re
 import threading
 import weakref
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,12 +27,8 @@ from tests.client.fake_service import (
 )
 
 from npugrad.errors import InvalidOperand, ServerBusy
+from npugrad.operator import OpRecord
 from npugrad_client import Client, DeadlineExceeded, NpugradError, _transport
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from npugrad.operator import OpRecord
 
 WAYS = pytest.mark.parametrize("stream_from_bytes", [UNARY, STREAMED], ids=["unary", "streamed"])
 

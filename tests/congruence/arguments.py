@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-
-    Tensor = Mapping[str, Any]
-    Plan = Mapping[str, Any]
+Tensor = Mapping[str, Any]
+Plan = Mapping[str, Any]
 
 ND, NCHW, NCDHW, NCL = 2, 0, 30, 47
 _RANKED = {3: NCL, 4: NCHW, 5: NCDHW}

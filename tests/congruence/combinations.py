@@ -5,16 +5,11 @@ Plain calls vary types, sizes, masks, modes and scalars; strided ones vary how o
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING
 
-from npugrad.meta import TensorMeta
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from npugrad.meta import CallMeta
+from npugrad.meta import CallMeta, TensorMeta
 
 FLOATS = ("float32", "float16", "bfloat16")
 

@@ -6,24 +6,20 @@ import json
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 import pytest
+from tests.cann_sim.build import Installation
 from tests.cann_sim.fixtures import REPOSITORY, inherited
 from tests.cann_sim.report import HOST_OBJECTS, Report, leaks
 from tests.congruence.combinations import Combination, combinations
-from tests.summary import tally_of
+from tests.summary import Tally, tally_of
 
 from npugrad.ops import get_operator
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from pathlib import Path
-
-    from tests.cann_sim.build import Installation
-    from tests.summary import Tally
 
 TIMEOUT_S = 540
 PLAN = "record=1; threads=strict; hbm_mb=4096; cann=9.2.0-beta.2; sums=ordered"

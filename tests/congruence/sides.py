@@ -12,29 +12,25 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from tests.cann_sim.operators import make_arrays
 from tests.cann_sim.report import Report
 from tests.congruence.combinations import Combination, combinations
 
 from npugrad.call import CallOptions
+from npugrad.meta import TensorMeta
+from npugrad.operator import OpRecord
 from npugrad.ops import OPERATORS, get_operator
 from npugrad.products import Product
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    import numpy.typing as npt
-
-    from npugrad.meta import TensorMeta
-    from npugrad.operator import OpRecord
-
-    Array = npt.NDArray[Any]
-    Results = Mapping[str, bytes]
-    Side = Callable[[OpRecord, Combination, Mapping[str, Array | None]], Results]
+Array = npt.NDArray[Any]
+Results = Mapping[str, bytes]
+Side = Callable[[OpRecord, Combination, Mapping[str, Array | None]], Results]
 
 _PATIENCE_S = 60.0
 

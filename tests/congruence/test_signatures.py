@@ -6,26 +6,21 @@ and with what the call says of its operands. Results are SIMULATED.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
 from tests.congruence.arguments import ND, elements, names, values
 from tests.congruence.combinations import combinations
+from tests.congruence.conftest import Answer, RunSides
 from tests.congruence.signatures import SIGNATURES, CParameter
 from tests.operators import MSDA
+from tests.summary import Tally
 
 from npugrad.attributes import KINDS
 from npugrad.meta import TensorMeta
-from npugrad.operator import TensorParam
+from npugrad.operator import OpRecord, Param, TensorParam
 from npugrad.ops import OPERATORS
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from tests.congruence.conftest import Answer, RunSides
-    from tests.summary import Tally
-
-    from npugrad.operator import OpRecord, Param
 
 LEAST = 100
 OUTPUTS = {"gradValue": "value", "gradLocation": "location", "gradAttnWeight": "attnWeight"}

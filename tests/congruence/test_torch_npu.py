@@ -7,18 +7,14 @@ service hands arguments down. Results are SIMULATED.
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import pytest
 from tests.congruence.arguments import DOCUMENTED, Difference, differences
+from tests.congruence.conftest import Answer, RunSides
 from tests.congruence.sides import BINDINGS
 from tests.operators import GROUP_NORM
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.congruence.conftest import Answer, RunSides
-    from tests.summary import Tally
+from tests.summary import Tally
 
 pytestmark = [pytest.mark.npu_sim, pytest.mark.slow]
 

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
-from tests.summary import tally_of
+from tests.summary import Tally, tally_of
 
+from npugrad.operator import OpRecord
 from npugrad.ops import OPERATORS
-
-if TYPE_CHECKING:
-    from tests.summary import Tally
-
-    from npugrad.operator import OpRecord
 
 
 @pytest.fixture(scope="session", params=list(OPERATORS.values()), ids=list(OPERATORS))

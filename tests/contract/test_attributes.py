@@ -6,7 +6,7 @@ import json
 import math
 import struct
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 import ml_dtypes
 import numpy as np
@@ -19,6 +19,7 @@ from npugrad.attributes import (
     MAX_ENTRIES,
     MAX_STRING_BYTES,
     AttrType,
+    AttrValue,
     Scalar,
     attrs_from_json,
     attrs_to_json,
@@ -28,9 +29,6 @@ from npugrad.errors import MalformedRequest
 from npugrad.operator import AttrParam
 from npugrad.ops import get_operator
 from npugrad.validation import make_call
-
-if TYPE_CHECKING:
-    from npugrad.attributes import AttrValue
 
 INTEGERS = {"int64": (-(2**63), 2**63 - 1), "int32": (-(2**31), 2**31 - 1), "int8": (-128, 127)}
 RANGES: dict[str, tuple[int, int]] = {**INTEGERS, "uint64": (0, 2**64 - 1)}

@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 from tests.synthetic.record import REGISTRY as SYNTHETIC
 
 from npugrad import codec, layout
+from npugrad.attributes import AttrType
 from npugrad.call import CallOptions, ExecutionInfo, VerifiedOutput
 from npugrad.errors import MalformedRequest, MalformedTensor, RequestError
-from npugrad.meta import TensorMeta
-from npugrad.operator import TensorParam
+from npugrad.meta import CallMeta, TensorMeta
+from npugrad.operator import OpRecord, Sample, TensorParam
 from npugrad.ops import OPERATORS, get_operator
 from npugrad.products import Product
-from npugrad.registry import REGISTRY
+from npugrad.registry import REGISTRY, Registry
 from npugrad.v1 import backward_pb2, operators_pb2, tensor_pb2
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from npugrad.attributes import AttrType
-    from npugrad.meta import CallMeta
-    from npugrad.operator import OpRecord, Sample
-    from npugrad.registry import Registry
 
 A2 = Product.ATLAS_A2
 NORM = get_operator("group_norm_backward")

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import pytest
+from tests.summary import Tally
 
 from npugrad.dtypes import DType
 from npugrad.error_table import BY_CODE, PARAM_INVALID, PARAM_NULLPTR, TILING_ERROR
 from npugrad.meta import CallMeta, TensorMeta
+from npugrad.operator import Constraint, OpRecord, Sample, TensorParam
 from npugrad.ops import OPERATORS
 from npugrad.products import Product
 from npugrad.validation import error_from_verdict, validate_call
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.summary import Tally
-
-    from npugrad.operator import Constraint, OpRecord, Sample, TensorParam
 
 REPORTABLE = {PARAM_NULLPTR, PARAM_INVALID, TILING_ERROR}
 

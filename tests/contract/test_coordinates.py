@@ -7,10 +7,11 @@ import os
 import subprocess
 import sys
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ml_dtypes
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -25,11 +26,7 @@ from npugrad.coordinates import (
     GridAxis,
     attention_pixels,
 )
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    from npugrad.operator import OpRecord
+from npugrad.operator import OpRecord
 
 FLOATS = st.floats(-40, 40, width=32) | st.floats(width=32, allow_nan=False, allow_infinity=False)
 SAMPLING = [record for record in OPERATORS.values() if record.references_by_rule]

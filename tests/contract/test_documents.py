@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from tests.summary import Tally
 
 from npugrad.errors import Source
+from npugrad.operator import OpRecord
 from npugrad.ops import OPERATORS
-
-if TYPE_CHECKING:
-    from tests.summary import Tally
-
-    from npugrad.operator import OpRecord
 
 ROWS_FILE = Path(__file__).parent / "document_rows.txt"
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pickle
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from enum import Enum
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -20,10 +22,6 @@ from npugrad.dtypes import (
 )
 from npugrad.products import Product, chip_kind, product_from_name, product_from_soc, product_from_wire
 from npugrad.v1 import tensor_pb2
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from enum import Enum
 
 # (aclDataType, bytes) by name, from the enumeration in CANN's public header; 0 bytes where no data travels.
 ACL_DATA_TYPES = {

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from npugrad.edges import NOT_FINITE, edges
+from npugrad.operator import OpRecord
 from npugrad.validation import validate_call
-
-if TYPE_CHECKING:
-    from npugrad.operator import OpRecord
 
 
 def test_every_operator_has_edges_of_every_kind_that_are_legal(record: OpRecord) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from google.protobuf.message import DecodeError
@@ -15,9 +16,6 @@ from npugrad.frames import Chunk, encode_chunk, encode_frame, frame_decoder
 from npugrad.registry import REGISTRY
 from npugrad.v1 import backward_pb2
 from npugrad.varint import encode_varint, read_varint, tag
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 FRAMES: list[type[Any]] = [
     registry_frame

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ml_dtypes
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,9 +14,6 @@ from hypothesis import strategies as st
 from npugrad import layout
 from npugrad.dtypes import DATA_DTYPES
 from npugrad.meta import TensorMeta
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
 
 DTYPES = [dtype.numpy for dtype in DATA_DTYPES]
 

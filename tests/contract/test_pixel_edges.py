@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -26,11 +27,7 @@ from npugrad import OPERATORS, nearest_edges
 from npugrad.agreement import agreement
 from npugrad.coordinates import CoordinateRule
 from npugrad.dtypes import DType
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    from npugrad.operator import OpRecord
+from npugrad.operator import OpRecord
 
 each_sampler = pytest.mark.parametrize("record", SAMPLERS, ids=lambda record: record.name)
 each_kind = pytest.mark.parametrize("kind", KINDS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from tests.signatures import (
@@ -21,15 +21,12 @@ from tests.signatures import (
 from tests.synthetic.record import REGISTRY as SYNTHETIC
 
 from npugrad.call import CallOptions
+from npugrad.meta import CallMeta
+from npugrad.operator import OpRecord
 from npugrad.products import Product
-from npugrad.registry import REGISTRY
+from npugrad.registry import REGISTRY, Registry
 from npugrad.signature import MAX_KEY_BYTES, SignatureReader
 from npugrad.varint import encode_varint
-
-if TYPE_CHECKING:
-    from npugrad.meta import CallMeta
-    from npugrad.operator import OpRecord
-    from npugrad.registry import Registry
 
 A2 = Product.ATLAS_A2
 OTHER_SEED = 2**64 - 1

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
@@ -21,6 +19,7 @@ from npugrad.errors import (
     error_from_details,
 )
 from npugrad.meta import CallMeta
+from npugrad.operator import OpRecord
 from npugrad.ops import get_operator
 from npugrad.products import Product
 from npugrad.status import (
@@ -32,9 +31,6 @@ from npugrad.status import (
     grpc_status_name,
 )
 from npugrad.validation import error_from_verdict, validate_call
-
-if TYPE_CHECKING:
-    from npugrad.operator import OpRecord
 
 
 def _over_the_wire(error: NpugradError) -> NpugradError:

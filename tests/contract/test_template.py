@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,14 +14,11 @@ from tests.synthetic.record import REGISTRY as SYNTHETIC
 from npugrad import codec
 from npugrad.call import CallOptions
 from npugrad.meta import TensorMeta
+from npugrad.operator import OpRecord, Sample
 from npugrad.products import Product
-from npugrad.registry import REGISTRY
+from npugrad.registry import REGISTRY, Registry
 from npugrad.template import Template
 from npugrad.v1.operators_pb2 import ExecutionInfo, GroupNormBackwardRequest, GroupNormBackwardResponse
-
-if TYPE_CHECKING:
-    from npugrad.operator import OpRecord, Sample
-    from npugrad.registry import Registry
 
 OUTPUTS = ("grad_input", "grad_gamma", "grad_beta")
 

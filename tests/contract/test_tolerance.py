@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ml_dtypes
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,9 +16,6 @@ from npugrad import tolerance
 from npugrad.dtypes import DType
 from npugrad.references._blocks import store
 from npugrad.tolerance import T, compare
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
 
 DTYPES = tuple(T)
 SHAPE = (7, 5, 11)

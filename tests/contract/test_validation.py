@@ -5,8 +5,9 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -24,15 +25,11 @@ from npugrad.errors import (
     TilingError,
     UnsupportedOperator,
 )
+from npugrad.meta import CallMeta
+from npugrad.operator import Constraint, OpRecord
 from npugrad.ops import OPERATORS
 from npugrad.products import Product
 from npugrad.validation import error_from_verdict, make_call, validate_call
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from npugrad.meta import CallMeta
-    from npugrad.operator import Constraint, OpRecord
 
 CODE_ORDER = (FIND_KERNEL_ERROR, INNER_NULLPTR, PARAM_NULLPTR, PARAM_INVALID, TILING_ERROR)
 

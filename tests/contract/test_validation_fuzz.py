@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -16,9 +16,6 @@ from npugrad.operator import AttrParam, OpRecord
 from npugrad.ops import OPERATORS
 from npugrad.products import Product
 from npugrad.validation import validate_call
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 SIZES = st.sampled_from([0, 1, 2, 3, 4, 5, 7, 8, 16, 32, 64, 128, 256, 500_000, 2**20, 2**31, 2**40, 2**62])
 SHAPES = st.lists(SIZES, max_size=9).map(tuple)

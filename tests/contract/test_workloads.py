@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 
+from npugrad.meta import CallMeta
+from npugrad.operator import OpRecord
 from npugrad.ops import OPERATORS
 from npugrad.validation import validate_call
 from npugrad.workloads import BENCH_SIZES, Workload, named
-
-if TYPE_CHECKING:
-    from npugrad.meta import CallMeta
-    from npugrad.operator import OpRecord
-
 
 EACH = [
     pytest.param(record, workload, id=f"{name}-{workload.name}")

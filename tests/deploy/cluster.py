@@ -15,10 +15,11 @@ import shutil
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from http.client import HTTPConnection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import trustme
 import yaml
@@ -28,9 +29,6 @@ from npugrad import OPERATORS
 from npugrad_client import Client, Tls
 from npugrad_server.acceptance.job import make_job
 from npugrad_server.acceptance.known import known
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
 
 USAGE = (
     "usage: make test-cluster CONTEXT=NAME [ARGS='--profile mindcluster --image REGISTRY/npugrad:TAG'], "

@@ -10,16 +10,14 @@ from __future__ import annotations
 
 import re
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import ValidationError
 from kubernetes_validate.utils import all_versions, major_minor, schema_contents
 from packaging.version import Version
 from referencing import Registry, Resource
-
-if TYPE_CHECKING:
-    from tests.deploy.releases import Documents
+from tests.deploy.releases import Documents
 
 Schema = dict[str, Any]
 

@@ -9,7 +9,7 @@ import re
 import sys
 from copy import deepcopy
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from helm_python import lint
@@ -40,8 +40,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-if TYPE_CHECKING:
-    from npugrad_server.config import ServerSettings
+from npugrad_server.config import ServerSettings
 
 DRA_KUBERNETES = Version("1.34")
 """The first with resource.k8s.io/v1."""

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import kubernetes_validate
 import pytest
@@ -21,12 +21,10 @@ from tests.deploy import cluster
 from tests.deploy.cluster import USAGE, load_of, main, secret_of
 from tests.deploy.releases import MUTUAL, NAME, ROOT, render, values_of
 from tests.fix_server import run_server
+from tests.fix_tls import Certificates
 
 from npugrad_client.bench.slo import Slo
 from npugrad_server.cluster import request_of
-
-if TYPE_CHECKING:
-    from tests.fix_tls import Certificates
 
 LOAD = Path(cluster.__file__).with_name("cluster_load.py")
 needs_kubectl = pytest.mark.skipif(shutil.which("kubectl") is None, reason="there is no kubectl")

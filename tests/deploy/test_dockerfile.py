@@ -16,7 +16,7 @@ import zipfile
 from collections import defaultdict
 from pathlib import Path
 from platform import machine
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from dockerfile_parse import DockerfileParser
@@ -30,10 +30,9 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
-    Stage = Mapping[str, list[str]]
+Stage = Mapping[str, list[str]]
 
 ROOT = Path(__file__).resolve().parents[2]
 HOME = "/home/HwHiAiUser"

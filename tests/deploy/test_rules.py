@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import yaml
@@ -12,11 +12,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.deploy.prometheus_tools import program
 from tests.deploy.releases import CHART, ROOT, render, values_of
 from tests.fix_server import run_server
+from tests.fix_tls import Certificates
 
 from npugrad._tools.metrics_table import all_metrics
-
-if TYPE_CHECKING:
-    from tests.fix_tls import Certificates
 
 RULES = CHART / "files" / "npugrad.rules.yaml"
 TESTS = ROOT / "tests" / "deploy" / "npugrad.rules.test.yaml"

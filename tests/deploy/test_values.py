@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from helm_python import HelmRenderError, HelmValuesError
@@ -21,9 +22,6 @@ from tests.deploy.releases import (
     values_of,
 )
 from tests.deploy.schemas import KUBERNETES, check
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 Schema = dict[str, Any]
 

@@ -11,21 +11,19 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 import typer
 from tests.docs.pages import PAGES, ROOT, blocks, commands_of, python_of, text_of
+from tests.fix_server import ServerProcess
+from tests.fix_tls import Certificates
 from typer.testing import CliRunner
 
 from npugrad import OPERATORS
 from npugrad_client.cli import app as client_app
 from npugrad_server.cli import app as server_app
-
-if TYPE_CHECKING:
-    from tests.fix_server import ServerProcess
-    from tests.fix_tls import Certificates
 
 BEFORE = Path(__file__).parent / "before"
 WITH_PYTHON = [page for page in PAGES if python_of(page)]

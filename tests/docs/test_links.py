@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import subprocess
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from tests.docs.pages import ROOT, anchors, links, unclosed_lines
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 FILES = [path for path in sorted(ROOT.rglob("*.md")) if not {"node_modules", "build"} & set(path.parts)]
 FILES = [path for path in FILES if not any(part.startswith(".") for part in path.relative_to(ROOT).parts)]

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
 
+import grpc
 import pytest
-from tests.calls import TIMEOUT_S, fill, sample
+from tests.calls import TIMEOUT_S, Sample, fill, sample
 from tests.e2e.harness import Wire, assert_unharmed, run_victim
-from tests.summary import tally_of
+from tests.fix_server import ServerProcess
+from tests.summary import Tally, tally_of
 
 from npugrad.ops import OPERATORS
 from npugrad_client import Client
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    import grpc
-    from tests.calls import Sample
-    from tests.fix_server import ServerProcess
-    from tests.summary import Tally
 
 
 @pytest.fixture(scope="session")

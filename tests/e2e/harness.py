@@ -5,16 +5,20 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import grpc
 import numpy as np
+import numpy.typing as npt
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tests.calls import (
     TIMEOUT_S,
+    Sample,
     arrays_of,
     call_execute,
     call_unary,
@@ -24,30 +28,19 @@ from tests.calls import (
     header_frame,
     registry_of,
 )
-from tests.fix_server import run_server
+from tests.fix_server import ServerProcess, run_server
 
 from npugrad import codec, layout
-from npugrad.meta import TensorMeta
+from npugrad.errors import NpugradError
+from npugrad.meta import CallMeta, TensorMeta
+from npugrad.operator import OpRecord
 from npugrad.ops import OPERATORS
-from npugrad.registry import REGISTRY
+from npugrad.registry import REGISTRY, Registry
 from npugrad.v1 import backward_pb2, backward_pb2_grpc, server_pb2, server_pb2_grpc, validation_pb2_grpc
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
-
-    import grpc
-    import numpy.typing as npt
-    from tests.calls import Sample
-    from tests.fix_server import ServerProcess
-
-    from npugrad.errors import NpugradError
-    from npugrad.meta import CallMeta
-    from npugrad.operator import OpRecord
-    from npugrad.registry import Registry
-
-    Array = npt.NDArray[Any]
-    Operands = Mapping[str, Array | None]
-    Frames = Iterable[backward_pb2.ExecuteRequest | bytes]
+Array = npt.NDArray[Any]
+Operands = Mapping[str, Array | None]
+Frames = Iterable[backward_pb2.ExecuteRequest | bytes]
 
 RECORDS = list(OPERATORS.values())
 each_operator = pytest.mark.parametrize("record", RECORDS, ids=list(OPERATORS))

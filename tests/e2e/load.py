@@ -11,30 +11,23 @@ import time
 import traceback
 from abc import ABC, abstractmethod
 from collections import Counter
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
+import grpc
 import numpy as np
-from tests.calls import fill
-from tests.e2e.harness import STREAMED, UNARY, differences, local_results, outputs_of
+from tests.calls import Sample, fill
+from tests.e2e.harness import STREAMED, UNARY, Array, differences, local_results, outputs_of
 from tests.operators import FLOYD, GRID_SAMPLER, GROUP_NORM, MSDA
 
+from npugrad.call import ExecutionInfo
 from npugrad.errors import ConnectError, NpugradError, ServerDraining
+from npugrad.meta import CallMeta
+from npugrad.operator import OpRecord
 from npugrad.ops import OPERATORS
 from npugrad_client import Client
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-    from contextlib import AbstractContextManager
-
-    import grpc
-    from tests.calls import Sample
-    from tests.e2e.harness import Array
-
-    from npugrad.call import ExecutionInfo
-    from npugrad.meta import CallMeta
-    from npugrad.operator import OpRecord
 
 CALL_TIMEOUT_S = 90.0
 """Deadline of a call, and what a load has to come as far as a test waits for, or to end."""

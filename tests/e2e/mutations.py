@@ -6,8 +6,9 @@ reference's results.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from google.protobuf.message import DecodeError
 from hypothesis import strategies as st
@@ -15,6 +16,7 @@ from tests.calls import TIMEOUT_S, Sample, failure_of, fill, registry_of
 from tests.e2e.harness import (
     VICTIM_INPUT_ARENA,
     VICTIM_OUTPUT_ARENA,
+    Array,
     Wire,
     differences,
     local_results,
@@ -24,6 +26,7 @@ from tests.synthetic.record import REGISTRY as SYNTHETIC_REGISTRY
 
 from npugrad import codec, layout
 from npugrad.attributes import MAX_ENTRIES, MAX_STRING_BYTES
+from npugrad.codec import WireCall
 from npugrad.errors import (
     CallTooLarge,
     MalformedRequest,
@@ -32,21 +35,13 @@ from npugrad.errors import (
     OperatorError,
     RequestError,
 )
+from npugrad.meta import CallMeta
+from npugrad.operator import OpRecord
 from npugrad.products import Product
-from npugrad.registry import REGISTRY
+from npugrad.registry import REGISTRY, Registry
 from npugrad.status import ascii_message
 from npugrad.v1 import operators_pb2, validation_pb2
 from npugrad.validation import error_from_verdict, validate_call
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from tests.e2e.harness import Array
-
-    from npugrad.codec import WireCall
-    from npugrad.meta import CallMeta
-    from npugrad.operator import OpRecord
-    from npugrad.registry import Registry
 
 # Floyd's least message has megabytes: only its header is damaged, whose operands never come.
 BASES = {

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from tests.e2e.harness import Wire, eventually
+from tests.e2e.load import Answer
 from tests.e2e.npu_cases import SMALL
 from tests.e2e.npu_load import NpuLoad, spread
 from tests.e2e.npu_verdict import READY
+from tests.fix_npu import NpuServer
 
 from npugrad.ops import OPERATORS
 from npugrad_server.acl.faults import FAULTS, Action
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.e2e.load import Answer
-    from tests.fix_npu import NpuServer
 
 THREADS, TIMEOUT_S = 4, 120.0
 _TARGETS = {

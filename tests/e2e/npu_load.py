@@ -4,30 +4,25 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 import numpy as np
 from grpc_status import rpc_status
-from tests.calls import call_execute, call_unary, fill
+from tests.calls import Sample, call_execute, call_unary, fill
 from tests.e2e.load import Answer, Load, Told, Work
+from tests.fix_server import ServerProcess
 from tests.operators import FLOYD, GRID_SAMPLER, GROUP_NORM, MSDA
 
 from npugrad.agreement import agreement
+from npugrad.call import ExecutionInfo
 from npugrad.errors import error_from_details
 from npugrad.layout import view
 from npugrad.ops import OPERATORS
 from npugrad.status import decode_status
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-
-    from tests.calls import Sample
-    from tests.fix_server import ServerProcess
-
-    from npugrad.call import ExecutionInfo
 
 WIDE = "wide"
 """A call that needs more pinned memory than those before it."""

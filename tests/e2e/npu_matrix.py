@@ -6,29 +6,23 @@ import re
 import threading
 import time
 from collections import Counter
-from contextlib import suppress
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from functools import partial
-from typing import TYPE_CHECKING
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tests.cann_sim.report import HOST_OBJECTS
 from tests.e2e.harness import Wire, eventually
-from tests.e2e.npu_cases import PLAN
+from tests.e2e.load import Answer
+from tests.e2e.npu_cases import PLAN, FaultCase, Server
 from tests.e2e.npu_load import NpuLoad, send, spread, works
 from tests.e2e.npu_verdict import DOWN, READY, Finding, Look, is_beside, is_elsewhere, is_told
+from tests.fix_npu import NpuServer
+from tests.fix_server import ServerProcess
 from tests.operators import GROUP_NORM
 
 from npugrad.ops import OPERATORS
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from contextlib import ExitStack
-
-    from tests.e2e.load import Answer
-    from tests.e2e.npu_cases import FaultCase, Server
-    from tests.fix_npu import NpuServer
-    from tests.fix_server import ServerProcess
 
 CALLS, THREADS = 64, 4
 _AWAKE_S = 240.0

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from grpc_health.v1 import health_pb2
+from tests.e2e.load import Answer
+from tests.e2e.npu_cases import Expected, FaultCase
 
 from npugrad.v1 import server_pb2
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from tests.e2e.load import Answer
-    from tests.e2e.npu_cases import Expected, FaultCase
 
 READY, DOWN = server_pb2.DEVICE_STATE_READY, server_pb2.DEVICE_STATE_DOWN
 _SERVING = health_pb2.HealthCheckResponse.SERVING

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import importlib
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest.mock import patch
 
 from google.protobuf import descriptor_pool
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
 
 from npugrad.errors import MalformedRequest
+from npugrad.operator import OpRecord
 from npugrad.ops import OPERATORS
-
-if TYPE_CHECKING:
-    from npugrad.operator import OpRecord
 
 MODULES = ("tensor", "operators", "backward", "validation", "server")
 

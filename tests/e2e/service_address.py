@@ -5,11 +5,8 @@ from __future__ import annotations
 import itertools
 import socket
 import threading
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 class ServiceAddress:

@@ -8,12 +8,13 @@ neither TCP nor a Unix socket, one message nor a stream, chunks of any length, n
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product as combinations
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from tests.calls import cpu_backend_name, header_frame
 from tests.e2e.harness import (
     STREAMED,
     UNARY,
+    Array,
     Wire,
     differences,
     encode,
@@ -32,25 +34,18 @@ from tests.e2e.harness import (
     wire_layout,
     workers_of,
 )
-from tests.fix_server import ServerProcess, run_server
+from tests.fix_server import ServerProcess, StartServer, run_server
 from tests.operators import FLOYD, GRID_SAMPLER, GRID_SAMPLER_3D, GROUP_NORM, MSDA
+from tests.summary import Tally
 
 from npugrad import codec
 from npugrad.dtypes import DType
+from npugrad.meta import CallMeta
+from npugrad.operator import OpRecord
 from npugrad.ops import OPERATORS
 from npugrad.products import Product
 from npugrad_client import Client
 from npugrad_server.acceptance.cases import small_calls
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    from tests.e2e.harness import Array
-    from tests.fix_server import StartServer
-    from tests.summary import Tally
-
-    from npugrad.meta import CallMeta
-    from npugrad.operator import OpRecord
 
 FLOATS = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
 INDICES = (DType.INT32, DType.INT64)

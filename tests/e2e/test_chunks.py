@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import grpc
 import pytest
-from tests.calls import call_execute, failure_of, sample
+from tests.calls import Sample, call_execute, failure_of, sample
+from tests.fix_server import ServerProcess
 
 from npugrad.errors import MalformedRequest
+from npugrad.v1 import backward_pb2
 from npugrad.varint import LENGTH_DELIMITED, VARINT, encode_varint, tag
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.calls import Sample
-    from tests.fix_server import ServerProcess
-
-    from npugrad.v1 import backward_pb2
 
 CHUNK, OPERAND, OFFSET, DATA = 2, 1, 2, 3
 

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
 
 import grpc
 import pytest
 from tests.calls import TIMEOUT_S, UPLOAD_HXW, gated, sample
 from tests.e2e.harness import eventually
 from tests.e2e.service_address import service_address
+from tests.fix_server import ServerProcess, StartServer
 from tests.proofs.callers import Load, plain_calls
 
 from npugrad.v1 import backward_pb2_grpc
-
-if TYPE_CHECKING:
-    from tests.fix_server import ServerProcess, StartServer
 
 DEVICES = "test:1?ms=2&compute=1"
 

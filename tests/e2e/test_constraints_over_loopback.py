@@ -8,9 +8,10 @@ wire is compared with what the validator says here; that it is right is shown by
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 import pytest
@@ -18,10 +19,13 @@ from google.rpc import error_details_pb2, status_pb2
 from tests.calls import header_frame
 from tests.e2e.harness import CALL_TIMEOUT_S, Wire
 from tests.fix_server import run_server
+from tests.summary import Tally
 
 from npugrad import codec
 from npugrad.error_table import BY_REASON, DOMAIN
-from npugrad.errors import OperatorError, error_class
+from npugrad.errors import OperatorError, Violation, error_class
+from npugrad.meta import CallMeta
+from npugrad.operator import Constraint, OpRecord, Sample, Verdict
 from npugrad.ops import OPERATORS
 from npugrad.products import Product
 from npugrad.status import MAX_STATUS_BYTES
@@ -29,15 +33,6 @@ from npugrad.v1 import backward_pb2, validation_pb2
 from npugrad.validation import error_from_verdict, validate_call
 from npugrad_client._attempt import Attempt
 from npugrad_client.errors import translate
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    from tests.summary import Tally
-
-    from npugrad.errors import Violation
-    from npugrad.meta import CallMeta
-    from npugrad.operator import Constraint, OpRecord, Sample, Verdict
 
 UNARY_BYTES = 2**20
 """Calls with less data are also sent whole."""

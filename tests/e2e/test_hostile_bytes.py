@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 import pytest
 from tests.calls import TIMEOUT_S, call_unary, failure_of, sample
+from tests.fix_server import ServerProcess
 
 from npugrad.errors import MalformedRequest
 from npugrad.ops import OPERATORS
-
-if TYPE_CHECKING:
-    from tests.fix_server import ServerProcess
 
 pytestmark = pytest.mark.usefixtures("unharmed")
 

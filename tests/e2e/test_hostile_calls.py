@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import grpc
 import numpy as np
 import pytest
-from tests.calls import call_execute, call_unary, chunk, failure_of, fill, header_frame
+from tests.calls import Sample, call_execute, call_unary, chunk, failure_of, fill, header_frame
 from tests.e2e.harness import Wire, both_ways, differences, each_operator, local_results, outputs_of
 from tests.operators import FLOYD, GRID_SAMPLER, GRID_SAMPLER_3D, GROUP_NORM, LAYER_NORM, MSDA
+from tests.summary import Tally
 
 from npugrad import codec
 from npugrad.errors import (
@@ -19,23 +22,14 @@ from npugrad.errors import (
     MalformedTensor,
     NpugradError,
 )
-from npugrad.meta import TensorMeta
+from npugrad.meta import CallMeta, TensorMeta
+from npugrad.operator import OpRecord
 from npugrad.products import Product
 from npugrad.v1 import backward_pb2, validation_pb2
 from npugrad.validation import validate_call
+from npugrad_client import Client
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-
-    import grpc
-    from tests.calls import Sample
-    from tests.summary import Tally
-
-    from npugrad.meta import CallMeta
-    from npugrad.operator import OpRecord
-    from npugrad_client import Client
-
-    Edit = Callable[[Any], None]
+Edit = Callable[[Any], None]
 
 pytestmark = pytest.mark.usefixtures("unharmed")
 

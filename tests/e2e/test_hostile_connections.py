@@ -8,26 +8,22 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 import pytest
-from tests.calls import TIMEOUT_S, call_execute, fill
+from tests.calls import TIMEOUT_S, Sample, call_execute, fill
 from tests.e2e.harness import run_victim
+from tests.fix_server import ServerProcess
 from tests.http2 import PREFACE, frame, literal, message, start_call
 from tests.operators import FLOYD, GROUP_NORM, MSDA
+from tests.summary import Tally
 
 from npugrad.v1 import backward_pb2_grpc
 from npugrad_client import Client
 from npugrad_client.errors import ConnectError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    from tests.calls import Sample
-    from tests.fix_server import ServerProcess
-    from tests.summary import Tally
 
 pytestmark = pytest.mark.usefixtures("unharmed")
 

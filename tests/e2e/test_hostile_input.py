@@ -8,12 +8,15 @@ metadata in `test_hostile_bytes`, clients that vanish or talk nonsense in `test_
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import Any
 
+import grpc
 import pytest
-from tests.calls import call_execute, call_unary, failure_of
+from tests.calls import Sample, call_execute, call_unary, failure_of
 from tests.e2e.harness import RECORDS, Wire, both_ways, differences, each_operator, local_results, outputs_of
 from tests.operators import FLOYD, GRID_SAMPLER, GROUP_NORM
+from tests.summary import Tally
 
 from npugrad import codec
 from npugrad.attributes import KINDS
@@ -29,20 +32,12 @@ from npugrad.errors import (
     UnsupportedOperator,
 )
 from npugrad.meta import MAX_RANK, TensorMeta
+from npugrad.operator import OpRecord
 from npugrad.v1 import backward_pb2, operators_pb2, server_pb2, tensor_pb2, validation_pb2
 from npugrad.validation import validate_call
+from npugrad_client import Client
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    import grpc
-    from tests.calls import Sample
-    from tests.summary import Tally
-
-    from npugrad.operator import OpRecord
-    from npugrad_client import Client
-
-    Edit = Callable[[Any], None]
+Edit = Callable[[Any], None]
 
 pytestmark = pytest.mark.usefixtures("unharmed")
 

@@ -6,25 +6,20 @@ A server that crashes, hangs, leaks, or answers anything else fails. `make prove
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
+from tests.calls import Sample
 from tests.e2e.harness import Wire, run_victim
 from tests.e2e.mutations import BASES, assert_answered, damaged_bytes, damaged_message
+from tests.fix_server import ServerProcess
+from tests.summary import Tally
 from tests.synthetic.record import REGISTRY as SYNTHETIC_REGISTRY
 
-from npugrad.registry import REGISTRY
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.calls import Sample
-    from tests.fix_server import ServerProcess
-    from tests.summary import Tally
-
-    from npugrad.registry import Registry
+from npugrad.registry import REGISTRY, Registry
 
 pytestmark = pytest.mark.usefixtures("unharmed")
 

@@ -7,28 +7,23 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 from tests.calls import call_execute, call_unary, failure_of, header_frame, sample
-from tests.e2e.harness import Wire
-from tests.fix_server import run_server
+from tests.e2e.harness import Array, Wire
+from tests.fix_server import ServerProcess, run_server
 from tests.operators import GROUP_NORM
+from tests.summary import Tally
 
 from npugrad import codec
 from npugrad.tolerance import compare
 from npugrad_client import CallTooLarge, Client
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.e2e.harness import Array
-    from tests.fix_server import ServerProcess
-    from tests.summary import Tally
 
 pytestmark = pytest.mark.large
 

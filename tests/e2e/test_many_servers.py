@@ -7,11 +7,13 @@ import itertools
 import signal
 import socket
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
-from tests.calls import fill
+from tests.calls import Sample, fill
 from tests.client.fake_service import (
     STREAMED,
     UNARY,
@@ -25,10 +27,12 @@ from tests.client.fake_service import (
     stream_zeros,
     zeros,
 )
+from tests.fix_server import ServerProcess, StartServer
 from tests.proofs.restarts import prove
 
 from npugrad import OPERATORS
 from npugrad.errors import ServerBusy
+from npugrad.operator import OpRecord
 from npugrad_client import (
     AsyncClient,
     Client,
@@ -38,15 +42,6 @@ from npugrad_client import (
     ServerDraining,
     _picker,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from tests.calls import Sample
-    from tests.fix_server import ServerProcess, StartServer
-
-    from npugrad.operator import OpRecord
 
 RECORD = OPERATORS["group_norm_backward"]
 

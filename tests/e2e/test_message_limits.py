@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 from tests.client.fake_service import group_norm
 from tests.e2e.limiting_proxy import limiting_proxy
+from tests.fix_server import ServerProcess
 from tests.operators import GROUP_NORM
 
 from npugrad_client import AsyncClient, Client, Recipe
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from tests.fix_server import ServerProcess
 
 LIMIT_BYTES = 2**20 + 2**18
 """Room for a chunk; not for calls that are sent as one message up to 2 MiB."""

@@ -5,24 +5,19 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from pathlib import Path
+from typing import Protocol
 
 import pytest
+from tests.cann_sim.build import Installation
 from tests.cann_sim.report import Report as SimulatorReport
 from tests.fix_npu import npu_environment
 
 from npugrad.ops import OPERATORS
-from npugrad_server.acceptance.report import Report
+from npugrad_server.acceptance.report import Report, StepReport
 from npugrad_server.acceptance.steps import STEPS
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from tests.cann_sim.build import Installation
-
-    from npugrad_server.acceptance.report import StepReport
 
 pytestmark = [pytest.mark.npu_sim, pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
+from tests.cann_sim.build import Installation
 from tests.cann_sim.report import HOST_OBJECTS, write_plan
 from tests.cann_sim.report import Report as SimulatorReport
 from tests.fix_npu import npu_environment
 from tests.operators import GRID_SAMPLER
 
 from npugrad.products import Product
+from npugrad_server.acceptance.report import StepCheck, StepReport
 from npugrad_server.acceptance.rig import BenchSettings, Rig
 from npugrad_server.acceptance.runner import run_steps
+from npugrad_server.acceptance.step import Step
 from npugrad_server.acceptance.steps import ladder, memory, round_trip, soak, timeout
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from tests.cann_sim.build import Installation
-
-    from npugrad_server.acceptance.report import StepCheck, StepReport
-    from npugrad_server.acceptance.step import Step
 
 pytestmark = [pytest.mark.npu_sim, pytest.mark.slow]
 

@@ -11,23 +11,17 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import pytest
 from tests.bundles import contents
+from tests.cann_sim.build import Installation
 from tests.fix_npu import npu_environment
 
-from npugrad_server.acceptance.report import Report
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
-    from tests.cann_sim.build import Installation
-
-    from npugrad_server.acceptance.report import StepReport
+from npugrad_server.acceptance.report import Report, StepReport
 
 pytestmark = [pytest.mark.npu_sim, pytest.mark.slow]
 

@@ -4,30 +4,24 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from functools import cache
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from tests.calls import call_unary, fill
+from tests.cann_sim.build import Installation
 from tests.e2e.harness import workers_of
 from tests.e2e.npu_campaign import run
-from tests.e2e.npu_cases import CASES, QUICK
+from tests.e2e.npu_cases import CASES, QUICK, FaultCase, Server
 from tests.e2e.npu_matrix import Site
 from tests.e2e.npu_verdict import judge
-from tests.fix_npu import run_npu_server
+from tests.fix_npu import StartNpuServer, run_npu_server
 from tests.operators import FLOYD
+from tests.summary import Tally
 
 from npugrad_server.worker.descendants import processes
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from tests.cann_sim.build import Installation
-    from tests.e2e.npu_cases import FaultCase, Server
-    from tests.fix_npu import StartNpuServer
-    from tests.summary import Tally
 
 FAULTS = int(os.environ.get("NPUGRAD_PROVE_NPU_FAULTS", "8"))
 """Faults of the vendor's table, one after another; `make prove-npu-faults` has 500."""

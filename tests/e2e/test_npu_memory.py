@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.calls import TIMEOUT_S, Sample, call_unary, failure_of, sample
 from tests.e2e.harness import eventually
+from tests.fix_npu import NpuServer, StartNpuServer
 
 from npugrad.agreement import agreement
 from npugrad.layout import view
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from tests.fix_npu import NpuServer, StartNpuServer
 
 pytestmark = [pytest.mark.npu_sim, pytest.mark.slow]
 

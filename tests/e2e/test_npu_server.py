@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import threading
 import zlib
+from collections.abc import Callable, Iterator, Mapping
 from itertools import product as combinations
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 import numpy as np
+import numpy.typing as npt
 import pytest
 from tests.calls import Sample, call_execute, call_unary, failure_of, fill
+from tests.cann_sim.build import Installation
 from tests.e2e.harness import wire_layout
 from tests.edge_calls import ATTENTION, IMAGES, SAMPLERS, attention_call, grid_call
+from tests.fix_npu import NpuServer, StartNpuServer
 from tests.operators import FLOYD, GRID_SAMPLER, GRID_SAMPLER_3D, GROUP_NORM, MSDA
+from tests.summary import Tally
 
 from npugrad import codec
 from npugrad.agreement import agreement
 from npugrad.coordinates import CoordinateRule
 from npugrad.dtypes import DType
 from npugrad.layout import view
-from npugrad.meta import TensorMeta
+from npugrad.meta import CallMeta, TensorMeta
+from npugrad.operator import OpRecord
 from npugrad.ops import OPERATORS, get_operator
 from npugrad.products import Product
 from npugrad.v1 import (
@@ -32,17 +38,6 @@ from npugrad.v1 import (
 )
 from npugrad_client import Client
 from npugrad_server.acceptance.cases import small_calls
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-
-    import numpy.typing as npt
-    from tests.cann_sim.build import Installation
-    from tests.fix_npu import NpuServer, StartNpuServer
-    from tests.summary import Tally
-
-    from npugrad.meta import CallMeta
-    from npugrad.operator import OpRecord
 
 pytestmark = [pytest.mark.npu_sim, pytest.mark.slow]
 

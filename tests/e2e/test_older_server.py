@@ -7,27 +7,22 @@ have another package. How versions that fit talk is what `tests/proofs/skew.py` 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 import numpy as np
 import pytest
-from tests.fix_server import run_server
+from tests.fix_server import ServerProcess, run_server
 from tests.operators import GRID_SAMPLER, GROUP_NORM
 
 from npugrad.errors import UnsupportedOperator
+from npugrad.operator import OpRecord
 from npugrad_client import AsyncClient, Client, RetryPolicy
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from tests.fix_server import ServerProcess
-
-    from npugrad.operator import OpRecord
 
 STREAMED, UNARY = 0, 2**30
 MISSED = "^group_norm_backward runs locally because the server lacks it: .*(its|of) version "

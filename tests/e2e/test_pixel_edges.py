@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from tests.e2e.harness import eventually
 from tests.edge_calls import ATTENTION, IMAGES, SAMPLERS, EdgeCall, edge_calls, grid_call
-from tests.fix_server import run_server
+from tests.fix_server import ServerProcess, run_server
 
 from npugrad.coordinates import CoordinateRule
+from npugrad.operator import OpRecord
 from npugrad.v1 import server_pb2
 from npugrad_client import Client
 from npugrad_client.errors import DeviceError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.fix_server import ServerProcess
-
-    from npugrad.operator import OpRecord
 
 BY_LABEL = """
 import numpy as np

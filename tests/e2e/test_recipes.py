@@ -5,30 +5,26 @@ from __future__ import annotations
 import asyncio
 import os
 import pickle
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 import numpy as np
 import pytest
 from tests.calls import call_execute, call_unary, failure_of, sample
 from tests.client.fake_service import abort_with, fake_service, stream_zeros, zeros
+from tests.fix_server import ServerProcess
 
 from npugrad import codec
 from npugrad.errors import ServerBusy
+from npugrad.meta import CallMeta
+from npugrad.operator import OpRecord
 from npugrad.ops import OPERATORS, get_operator
 from npugrad.products import Product
 from npugrad.recipe import Recipe, recipes
 from npugrad.v1 import backward_pb2
 from npugrad_client import AsyncClient, Client, InvalidRecipe, RecipeMismatch
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    from tests.fix_server import ServerProcess
-
-    from npugrad.meta import CallMeta
-    from npugrad.operator import OpRecord
 
 each_operator = pytest.mark.parametrize("operator", OPERATORS)
 each_way = pytest.mark.parametrize("stream_from_bytes", [2**20, 0], ids=["unary", "execute"])

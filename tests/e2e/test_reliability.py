@@ -10,28 +10,24 @@ from __future__ import annotations
 import os
 import select
 import signal
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.e2e.harness import Wire, eventually, own_threads, workers_of
-from tests.e2e.load import CALL_TIMEOUT_S, ClientLoad, mixed_work
+from tests.e2e.load import CALL_TIMEOUT_S, ClientLoad, Work, mixed_work
 from tests.fix_server import ServerProcess, run_server
 from tests.operators import FLOYD
+from tests.summary import Tally
 
 from npugrad.errors import CircuitOpen, WorkerLost
 from npugrad.ops import OPERATORS
 from npugrad.v1 import server_pb2
 from npugrad_client import Client
 from npugrad_server.worker.descendants import processes
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from tests.e2e.load import Work
-    from tests.summary import Tally
 
 pytestmark = pytest.mark.slow
 

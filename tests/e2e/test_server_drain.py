@@ -5,22 +5,19 @@ from __future__ import annotations
 import signal
 import socket
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import grpc
 import pytest
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from tests.calls import TIMEOUT_S, UPLOAD_HXW, call_execute, call_unary, failure_of, gated, sample
 from tests.e2e.test_server_lifecycle import NOT_SERVING, SERVING, health_of, watch_health
+from tests.fix_server import StartServer
 from tests.http2 import frame, message, start_call
 
 from npugrad.errors import ServerDraining
 from npugrad.v1 import backward_pb2_grpc
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.fix_server import StartServer
 
 
 def test_everything_is_served_during_the_drain_delay(start_server: StartServer) -> None:

@@ -2,13 +2,15 @@ from __future__ import annotations
 
 import itertools
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import grpc
 import pytest
 from tests.calls import (
     TIMEOUT_S,
     Failure,
+    Sample,
     call_execute,
     chunk,
     chunk_frames,
@@ -18,6 +20,7 @@ from tests.calls import (
     named_samples,
     sample,
 )
+from tests.fix_server import ServerProcess, StartServer
 
 from npugrad.codec import CHUNK_BYTES, MAX_CHUNK_BYTES
 from npugrad.errors import DeadlineExceeded, InvalidOperand, MalformedRequest, MalformedTensor, NullOperand
@@ -25,13 +28,7 @@ from npugrad.ops import OPERATORS
 from npugrad.v1 import backward_pb2, backward_pb2_grpc
 from npugrad_server.plans import INLINE_REPLY_BYTES
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from tests.calls import Sample
-    from tests.fix_server import ServerProcess, StartServer
-
-    Frames = list[backward_pb2.ExecuteRequest]
+Frames = list[backward_pb2.ExecuteRequest]
 
 EXAMPLES = [*named_samples("group_norm_backward"), *(next(iter(named_samples(name))) for name in OPERATORS)]
 

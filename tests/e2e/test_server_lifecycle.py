@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -9,7 +10,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
 from tests.calls import TIMEOUT_S, call_execute, call_unary, failure_of, sample
-from tests.fix_server import run_command, server_flags
+from tests.fix_server import ServerProcess, StartServer, run_command, server_flags
 
 from npugrad.errors import CircuitOpen, InvalidOperand
 from npugrad.products import Product
@@ -23,11 +24,6 @@ from npugrad.v1 import (
 )
 from npugrad.validation import validate_call
 from npugrad_server.pool.circuit_breaker import OPEN_S
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.fix_server import ServerProcess, StartServer
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING

@@ -9,23 +9,19 @@ import platform
 import resource
 import signal
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 import pytest
 from tests.calls import TIMEOUT_S, call_execute, call_unary, failure_of, sample
 from tests.e2e.harness import Wire, eventually, workers_of
 from tests.e2e.test_server_lifecycle import NOT_SERVING, SERVING, health_of, watch_health
-from tests.fix_server import ServerProcess, server_command, server_environment
+from tests.fix_server import ServerProcess, StartServer, server_command, server_environment
 
 from npugrad.v1 import backward_pb2, backward_pb2_grpc, server_pb2, validation_pb2
 from npugrad_server.worker.descendants import processes
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.fix_server import StartServer
 
 _F_SETPIPE_SZ = getattr(fcntl, "F_SETPIPE_SZ", 1031)  # `fcntl` names it from Python 3.10 on
 _PIPE_BYTES = 4096

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import grpc
 import numpy as np
@@ -17,7 +18,7 @@ from tests.calls import (
     sample,
 )
 from tests.e2e.harness import eventually, idle
-from tests.fix_server import run_server
+from tests.fix_server import ServerProcess, StartServer, run_server
 from tests.operators import GRID_SAMPLER, GRID_SAMPLER_3D, GROUP_NORM
 
 from npugrad import TensorMeta, codec
@@ -25,12 +26,6 @@ from npugrad.errors import CallTooLarge
 from npugrad.layout import content, view
 from npugrad.ops import OPERATORS, get_operator
 from npugrad.v1 import backward_pb2_grpc
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from tests.fix_server import ServerProcess, StartServer
 
 
 @pytest.fixture(scope="module")

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
-from tests.calls import TIMEOUT_S, call_execute, failure_of, sample
+from tests.calls import TIMEOUT_S, Sample, call_execute, failure_of, sample
 from tests.e2e.harness import eventually
-from tests.fix_server import run_server
+from tests.fix_server import ServerProcess, run_server
 from tests.proofs.slow_streams import repeated_request
 
 from npugrad.errors import DeadlineExceeded
 from npugrad.v1 import backward_pb2_grpc
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from tests.calls import Sample
-    from tests.fix_server import ServerProcess
 
 pytestmark = pytest.mark.slow
 

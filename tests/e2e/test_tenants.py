@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from tests.e2e.harness import eventually
-from tests.fix_server import run_command, server_flags
+from tests.fix_server import StartServer, run_command, server_flags
+from tests.fix_tls import Certificates
 
 from npugrad_client import Client, TenantRefused, Tls
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.fix_server import StartServer
-    from tests.fix_tls import Certificates
 
 FILE = """
 gateways = ["edge.example.org"]

@@ -7,26 +7,22 @@ import itertools
 import os
 import signal
 import socket
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from tests.calls import sample
 from tests.e2e.delays.sitecustomize import DELAY_S, SERVER, VARIABLE, hold_up
 from tests.e2e.harness import STREAMED, UNARY, eventually, workers_of
-from tests.fix_server import run_server
+from tests.fix_server import ServerProcess, StartServer, run_server
 
 from npugrad.errors import DeadlineExceeded
 from npugrad.timeline import CLIENT_STAGES, SERVER_STAGES, Timeline
 from npugrad_client import AsyncClient, Client, RetryPolicy
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from tests.fix_server import ServerProcess, StartServer
-
-    Enough = Callable[[Sequence[Timeline]], bool]
+Enough = Callable[[Sequence[Timeline]], bool]
 
 CLIENT = {
     "pack": "npugrad_client._plans:Plans.prepare",

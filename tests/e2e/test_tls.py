@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from tests.calls import call_execute, call_unary, sample
-from tests.fix_server import run_command, run_server, server_flags
+from tests.fix_server import ServerProcess, StartServer, run_command, run_server, server_flags
+from tests.fix_tls import Certificates
 
 from npugrad.v1 import server_pb2, server_pb2_grpc
 from npugrad_client import Client, Tls
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from tests.fix_server import ServerProcess, StartServer
-    from tests.fix_tls import Certificates
 
 TIMEOUT_S = 30
 

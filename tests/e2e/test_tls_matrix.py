@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Iterator
 from datetime import datetime, timezone
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 import trustme
 from tests.client.fake_service import fake_service
 from tests.e2e.harness import eventually
-from tests.fix_server import run_server
-from tests.fix_tls import CLIENT_ONLY, SERVER_ONLY, signed_again
+from tests.fix_server import ServerProcess, run_server
+from tests.fix_tls import CLIENT_ONLY, SERVER_ONLY, Certificates, signed_again
 
 from npugrad.v1 import server_pb2, server_pb2_grpc
 from npugrad_client import AsyncClient, Client, ConnectError, Tls, TlsError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from tests.fix_server import ServerProcess
-    from tests.fix_tls import Certificates
 
 TIMEOUT_S = 30
 AUTHORITY, OTHER = trustme.CA(), trustme.CA()

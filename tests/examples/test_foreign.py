@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import shutil
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from tests.examples import foreign
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 # Programs in place of Debian's: a package is a toolchain whose Go writes a program, unless it was cut off.
 PROGRAMS = {

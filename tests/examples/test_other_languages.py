@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import subprocess
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from tests.examples import foreign
+from tests.fix_server import ServerProcess
 
 from npugrad_client import Client, InvalidOperand
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.fix_server import ServerProcess
 
 pytestmark = pytest.mark.slow
 

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from tests.examples.run import run_example
-
-if TYPE_CHECKING:
-    from tests.fix_server import ServerProcess
+from tests.fix_server import ServerProcess
 
 
 def test_gradient_is_right_and_the_refusal_has_its_number(server: ServerProcess) -> None:

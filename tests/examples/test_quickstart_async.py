@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from tests.examples.run import run_example
-
-if TYPE_CHECKING:
-    from tests.fix_server import StartServer
+from tests.fix_server import StartServer
 
 
 def test_all_gradients_are_right(start_server: StartServer) -> None:

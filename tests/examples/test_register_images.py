@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from tests.examples.run import run_example
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.fix_server import ServerProcess
+from tests.fix_server import ServerProcess
 
 NAME = "register_images.py"
 

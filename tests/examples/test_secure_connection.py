@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from tests.examples.run import run_example
-from tests.fix_server import run_server
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from tests.fix_server import ServerProcess
-    from tests.fix_tls import Certificates
+from tests.fix_server import ServerProcess, run_server
+from tests.fix_tls import Certificates
 
 
 @pytest.fixture(scope="module", params=["server", "mutual"])

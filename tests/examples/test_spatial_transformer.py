@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from tests.examples.run import EXAMPLES, run_example
+from tests.fix_server import ServerProcess
 
 from npugrad_client import Client
-
-if TYPE_CHECKING:
-    from tests.fix_server import ServerProcess
 
 pytestmark = pytest.mark.torch
 NAME = "spatial_transformer.py"

@@ -16,9 +16,10 @@ import math
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from tests.models.zoo import MODELS
@@ -26,9 +27,6 @@ from tests.models.zoo import MODELS
 from npugrad_client import Client
 from npugrad_client.demo._service import local_service
 from npugrad_client.torch import Remote, RemoteWarning, SummaryRow, remote
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 Gradients = dict[str, torch.Tensor]
 ROUNDING = 1e-5

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    Made = tuple[nn.Module, Callable[[], Any]]
+Made = tuple[nn.Module, Callable[[], Any]]
 
 # PyPI's torchvision is built for CUDA. Beside a torch for CPUs its compiled operators are not loaded, none of
 # which is used here, and it is imported all the same if these two are there.

@@ -8,18 +8,15 @@ import subprocess
 import sys
 import sysconfig
 import venv
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import distribution
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from tests.fix_server import ServerProcess
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 ROOT = Path(__file__).resolve().parents[2]
 CLIENT, SERVER = "npugrad", "npugrad-server"

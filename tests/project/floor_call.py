@@ -11,21 +11,18 @@ import sys
 import tempfile
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 import numpy as np
+import numpy.typing as npt
 
 from npugrad import OPERATORS, OpRecord, Product
+from npugrad.meta import CallMeta
 from npugrad.tolerance import compare
 from npugrad_client import Client
 
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    from npugrad.meta import CallMeta
-
-    Arrays = dict[str, npt.NDArray[Any] | None]
+Arrays = dict[str, npt.NDArray[Any] | None]
 
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 30.0

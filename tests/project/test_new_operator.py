@@ -9,17 +9,13 @@ from __future__ import annotations
 import importlib
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 import npugrad_client
-from npugrad import OPERATORS
+from npugrad import OPERATORS, OpRecord
 from npugrad.v1 import backward_pb2, operators_pb2
 from npugrad_client.demo import _cases
-
-if TYPE_CHECKING:
-    from npugrad import OpRecord
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVICE = backward_pb2.DESCRIPTOR.services_by_name["BackwardService"]

@@ -8,8 +8,8 @@ import shutil
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -17,10 +17,7 @@ from npugrad import OPERATORS, DType, Product
 from npugrad._tools.vendor_page import Page, read_page, snake_case
 from npugrad.attributes import KINDS
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    Run = Callable[..., subprocess.CompletedProcess[str]]
+Run = Callable[..., subprocess.CompletedProcess[str]]
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = Path(__file__).with_name("rms_norm_grad_page.md")

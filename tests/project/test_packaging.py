@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 import tarfile
 import zipfile
+from collections.abc import Mapping
+from email.message import Message
 from email.parser import HeaderParser
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from packaging.requirements import Requirement
@@ -17,10 +18,6 @@ from tests.project.distributions import CLIENT, PARTS, SERVER, Environment, buil
 import npugrad
 import npugrad_client
 import npugrad_server
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from email.message import Message
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = {CLIENT: ("npugrad", "npugrad_client"), SERVER: ("npugrad_server",)}

@@ -11,10 +11,10 @@ import select
 import socket
 import threading
 import time
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING
 
 from tests.http2 import (
     ACK,
@@ -34,9 +34,6 @@ from tests.http2 import (
     literal,
     message,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 PATH = b"/npugrad.v1.BackwardService/GroupNormBackward"
 _BURST = 200

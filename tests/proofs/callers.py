@@ -6,21 +6,17 @@ import json
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
-from tests.calls import UPLOAD_HXW, gated, sample
+from tests.calls import UPLOAD_HXW, Sample, gated, sample
 from tests.e2e.harness import eventually
+from tests.fix_server import ServerProcess
 
 from npugrad.v1 import backward_pb2_grpc
 from npugrad_client import Client, NpugradError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from tests.calls import Sample
-    from tests.fix_server import ServerProcess
 
 CALLERS, TIMEOUT_S, PACE_S = 4, 60.0, 0.01
 ROUND_ROBIN = json.dumps(

@@ -15,17 +15,12 @@ import random
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from npugrad import OPERATORS, Product
 from npugrad.coordinates import CoordinateRule
-from npugrad_server.pool import DevicePool, DeviceState, PoolObserver, PoolSettings
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from npugrad_server.pool import DeviceStatus
+from npugrad_server.pool import DevicePool, DeviceState, DeviceStatus, PoolObserver, PoolSettings
 
 DEVICES, CANARIES = 200, 20_000
 """Counts of the whole proof."""

@@ -17,23 +17,20 @@ import itertools
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from npugrad import OPERATORS
 from npugrad.coordinates import CoordinateRule, GridAxis
 from npugrad_server.backends.cpu.kernels import Kernels, cpu_flags
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    import numpy.typing as npt
-
-    Float32Array = npt.NDArray[np.float32]
-    Array = npt.NDArray[Any]
+Float32Array = npt.NDArray[np.float32]
+Array = npt.NDArray[Any]
 
 CAPABILITY = "ATEN_CPU_CAPABILITY"
 """Environment variable by which PyTorch picks its kernels."""

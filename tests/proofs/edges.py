@@ -12,14 +12,12 @@ import argparse
 import sys
 import time
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
 from tests.edge_calls import ATTENTION, DTYPES, IMAGES, KINDS, MUTANTS, SAMPLERS, EdgeCall, edge_calls
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 def calls(count: int, seed: int) -> Iterator[tuple[str, EdgeCall]]:

@@ -12,19 +12,16 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tests.benchmarks.resident import status_bytes
 from tests.fix_server import run_server
 from tests.proofs.attacks import ATTACKS, Attack, Flood
 from tests.proofs.callers import KINDS, Load, in_columns
 from tests.proofs.proxies import ENVOY, SERVER_FLAGS
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 DEVICES = "test:1?ms=2&compute=1"
 BARE, THROUGH = "bare", "Envoy"

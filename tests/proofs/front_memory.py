@@ -19,24 +19,20 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import grpc
 from tests.calls import call_execute, call_unary, header_frame, sample
-from tests.fix_server import run_server
+from tests.fix_server import ServerProcess, run_server
 from tests.http2 import DATA, END_STREAM, PREFACE, SETTINGS, call_headers, frame, message
 from tests.operators import GROUP_NORM
 
 from npugrad.meta import TensorMeta
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    import grpc
-    from tests.fix_server import ServerProcess
 
 MIB = 2**20
 SLACK_BYTES = 64 * MIB

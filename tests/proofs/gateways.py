@@ -12,12 +12,12 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import grpc
 from tests.calls import sample
@@ -25,16 +25,11 @@ from tests.e2e.harness import STREAMED, UNARY
 from tests.fix_server import run_server
 from tests.proofs.callers import CALLERS, KINDS, TIMEOUT_S, in_columns, reason_of
 from tests.proofs.long_call import hold
-from tests.proofs.proxies import PROXIES, SERVER_FLAGS
+from tests.proofs.proxies import PROXIES, SERVER_FLAGS, Proxy
 from tests.proofs.rollout import Size, measured, through
 
 from npugrad.v1 import server_pb2, server_pb2_grpc
 from npugrad_client import NpugradError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from tests.proofs.proxies import Proxy
 
 DEVICES = "test:1?compute=1"
 LARGE_UNARY_HXW = 44_000

@@ -12,15 +12,16 @@ import signal
 import sys
 import tempfile
 import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 from tests.calls import call_execute, call_unary, sample
 from tests.e2e.harness import eventually
-from tests.fix_server import run_server
+from tests.fix_server import ServerProcess, run_server
 from tests.operators import GROUP_NORM
 from tests.proofs.slow_streams import (
     STREAMS,
@@ -31,12 +32,7 @@ from tests.proofs.slow_streams import (
 )
 from tests.proofs.timed_server import EVENT
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from tests.fix_server import ServerProcess
-
-    Act = Callable[[ServerProcess, int], None]
+Act = Callable[[ServerProcess, int], None]
 
 MOST_S = 0.010
 STREAMED_BYTES = 256 * 2**20

@@ -12,15 +12,10 @@ import sys
 import time
 import traceback
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-from tests.server.pool.pool_world import WEIGHTS, PoolWorld
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from tests.server.pool.pool_world import Event
+from tests.server.pool.pool_world import WEIGHTS, Event, PoolWorld
 
 _NAMES, _SHARES = list(WEIGHTS), list(WEIGHTS.values())
 

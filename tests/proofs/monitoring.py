@@ -20,29 +20,25 @@ import threading
 import time
 import urllib.parse
 import urllib.request
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 import trustme
 from tests.calls import sample
 from tests.deploy.prometheus_tools import program
 from tests.e2e.harness import workers_of
-from tests.fix_server import run_server
+from tests.fix_server import ServerProcess, run_server
 from tests.proofs.proxies import free_address
 
 from npugrad.v1 import server_pb2
 from npugrad_client import Client, NpugradError, Tls
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from tests.fix_server import ServerProcess
 
 ROOT = Path(__file__).resolve().parents[2]
 RULES = ROOT / "deploy" / "prometheus" / "npugrad.rules.yaml"

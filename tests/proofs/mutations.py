@@ -15,13 +15,15 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
+from tests.calls import Sample
 from tests.e2e.harness import Wire, assert_unharmed, run_victim
 from tests.e2e.mutations import (
     BASES,
@@ -32,18 +34,12 @@ from tests.e2e.mutations import (
     damaged_message,
     good,
 )
+from tests.fix_server import ServerProcess
 from tests.raw_calls import MAX_CALL_BYTES, RawCall, RawCaller, Unanswered
 
+from npugrad.operator import OpRecord
 from npugrad.registry import REGISTRY
 from npugrad.v1 import validation_pb2
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from tests.calls import Sample
-    from tests.fix_server import ServerProcess
-
-    from npugrad.operator import OpRecord
 
 WAYS = {"unary": 40, "Execute header": 15, "Execute frames": 20, "Validate": 25}
 """How messages go, and how often in a hundred."""

@@ -14,26 +14,22 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import quantiles
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 from tests.calls import failure_of, sample
-from tests.fix_server import run_server
+from tests.fix_server import ServerProcess, run_server
 from tests.fix_tls import Certificates
 
 from npugrad.v1 import backward_pb2_grpc
 from npugrad_client import AsyncClient, NpugradError, Tls
 from npugrad_server.pool.run_times import STALE_S
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from tests.fix_server import ServerProcess
 
 OVERLOAD, DEADLINE_S = 5.0, 2.0
 DEVICES, SERVICE_MS = 2, 100

@@ -14,21 +14,17 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tests.calls import fill
-from tests.fix_server import run_server
+from tests.fix_server import ServerProcess, run_server
 
 from npugrad import OPERATORS
 from npugrad_client import Client, NpugradError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from tests.fix_server import ServerProcess
 
 DEADLINE_S = 0.25
 GRACE_S = 1.0

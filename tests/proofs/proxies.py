@@ -13,17 +13,14 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from tests.fix_server import ServerProcess
+from tests.fix_server import ServerProcess
 
 ENVOY_FOLDER = Path("build/proofs/envoy")
 """The environment that `make prove-gateways` and its like put Envoy into."""

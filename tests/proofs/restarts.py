@@ -19,17 +19,14 @@ from collections import Counter
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tests.calls import fill
 from tests.e2e.service_address import service_address
-from tests.fix_server import run_server
+from tests.fix_server import ServerProcess, run_server
 
 from npugrad import OPERATORS
 from npugrad_client import AsyncClient, Client, NpugradError
-
-if TYPE_CHECKING:
-    from tests.fix_server import ServerProcess
 
 STREAMED, UNARY = 0, 2**40
 """Values of `stream_from_bytes` that force one way or the other."""

@@ -13,20 +13,16 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tests.e2e.service_address import ServiceAddress, service_address
-from tests.fix_server import run_server
+from tests.fix_server import ServerProcess, run_server
 from tests.proofs.callers import CALLERS, KINDS, HeldCall, Load, in_columns
 from tests.proofs.proxies import PROXIES, SERVER_FLAGS, Proxy
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from tests.fix_server import ServerProcess
 
 DEVICES = "test:1?ms=2&compute=1"
 MOST_PLAIN = 5

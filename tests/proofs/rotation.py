@@ -19,11 +19,12 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 import trustme
@@ -34,9 +35,6 @@ from tests.fix_tls import SERVER_ONLY, signed_again
 
 from npugrad.v1 import server_pb2, server_pb2_grpc
 from npugrad_client import AsyncClient, Client, NpugradError, Tls
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 FULL_S, MOST_LAG_S = 120.0, 5.0
 _INTERVALS_S = (0.3, 1.0)

@@ -10,21 +10,15 @@ from __future__ import annotations
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from dnslib import QTYPE, RR, A
+from dnslib import QTYPE, RR, A, DNSRecord
 from dnslib.server import BaseResolver, DNSLogger, DNSServer
-from tests.fix_server import run_server
+from tests.fix_server import ServerProcess, run_server
 from tests.proofs.callers import KINDS, Load
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from dnslib import DNSRecord
-    from tests.fix_server import ServerProcess
 
 AGE_S, WITHIN_S, LEAST_SHARE = 32.0, 10.0, 0.35
 _FLAGS = ("--max-connection-age-s", str(AGE_S), "--streams-per-device", "8")

@@ -18,24 +18,20 @@ import sys
 import tarfile
 import tempfile
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tests.fix_server import SERVER_PYTHON, run_server
 from tests.proofs.skew_script import Answered, Asked, answers
 
 from npugrad import OPERATORS
+from npugrad.operator import OpRecord
 from npugrad.products import Product
 from npugrad_server.acceptance.cases import small_calls
 from npugrad_server.acceptance.job import make_job
-from npugrad_server.acceptance.known import known
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from npugrad.operator import OpRecord
-    from npugrad_server.acceptance.known import KnownJob
+from npugrad_server.acceptance.known import KnownJob, known
 
 EARLIER = "84db1ce"
 """The version before this one: a commit until there is a release, then the tag of the latest one."""

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import pickle
 import sys
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import npugrad_client
 from npugrad_client import Client, NpugradError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
 
 STREAMED, UNARY = 0, 2**40
 """Values of `stream_from_bytes` that force one way or the other."""

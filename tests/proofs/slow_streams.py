@@ -16,16 +16,17 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 from tests.calls import TIMEOUT_S, chunk, header_frame, sample
 from tests.e2e.harness import encode, eventually
-from tests.fix_server import run_server
+from tests.fix_server import ServerProcess, run_server
 from tests.http2 import (
     ACK,
     DATA,
@@ -43,11 +44,6 @@ from tests.operators import GROUP_NORM
 
 from npugrad.meta import TensorMeta
 from npugrad.v1 import backward_pb2_grpc
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from tests.fix_server import ServerProcess
 
 DEVICES = "test:1?ms=20"
 STREAMS, BYTE_EACH_S, REPLY_BYTES = 300, 20.0, 128 * 2**20

@@ -19,29 +19,24 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 from tests.benchmarks.resident import status_bytes
 from tests.calls import sample
 from tests.e2e.harness import STREAMED, UNARY, Wire, eventually, idle, workers_of
-from tests.e2e.load import mixed_work
-from tests.fix_server import run_server
+from tests.e2e.load import Work, mixed_work
+from tests.fix_server import ServerProcess, run_server
 from tests.http2 import start_call
 from tests.proofs.mutations import Mutator, corpus
 from tests.raw_calls import RawCaller
 
 from npugrad.v1 import server_pb2
 from npugrad_client import Client, NpugradError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from tests.e2e.load import Work
-    from tests.fix_server import ServerProcess
 
 MOST_GROWTH_MIB, MOST_THREADS_MORE = 8.0, 2
 QUARTERS = 4

@@ -14,10 +14,11 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tests.calls import fill
 from tests.fix_server import run_server
@@ -25,9 +26,6 @@ from tests.fix_tls import Certificates
 
 from npugrad import OPERATORS
 from npugrad_client import Client, NpugradError, Tls
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
 
 CALLERS_COUNT, HOG_FACTOR = 4, 20
 WAYS: Mapping[str, tuple[bool, int, int]] = {

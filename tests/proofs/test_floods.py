@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
-from tests.proofs.attacks import ATTACKS
+from tests.proofs.attacks import ATTACKS, Attack
 from tests.proofs.floods import BARE, THROUGH, FloodSize, measured
 from tests.proofs.proxies import ENVOY
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.proofs.attacks import Attack
 
 pytestmark = pytest.mark.slow
 SMALL = FloodSize(calls=20, seconds=0.5)

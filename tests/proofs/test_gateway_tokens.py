@@ -6,9 +6,11 @@ import base64
 import json
 import time
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -18,16 +20,11 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.utils import decode_dss_signature
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tests.e2e.harness import eventually
+from tests.fix_server import ServerProcess, StartServer
+from tests.fix_tls import Certificates
 from tests.proofs.proxies import ENVOY
 
 from npugrad.v1 import server_pb2, server_pb2_grpc
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from pathlib import Path
-
-    from tests.fix_server import ServerProcess, StartServer
-    from tests.fix_tls import Certificates
 
 FILE = ENVOY.file.with_name("envoy-jwt.yaml")
 HEADER, VISION = "x-npugrad-tenant", "vision.example.org"

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from tests.proofs.gateways import PARTS, GatewaySize
-from tests.proofs.proxies import PROXIES
+from tests.proofs.proxies import PROXIES, Proxy
 from tests.proofs.rollout import Size
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.proofs.proxies import Proxy
 
 SMALL = GatewaySize(
     large_calls=1,

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from tests.deploy.prometheus_tools import program
 from tests.proofs.monitoring import watched
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.mark.deep

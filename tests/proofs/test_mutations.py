@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from tests.e2e.harness import run_victim
@@ -12,9 +12,6 @@ from tests.raw_calls import RawCall, RawCaller, Unanswered
 from tests.summary import tally_of
 
 from npugrad.ops import OPERATORS
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.mark.slow

@@ -6,15 +6,10 @@ How close it comes to the capacity, and to the deadlines, is judged on a clock o
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
-from tests.proofs.overload import prove_overload, prove_refusals
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.proofs.overload import Overload
+from tests.proofs.overload import Overload, prove_overload, prove_refusals
 
 pytestmark = pytest.mark.slow
 

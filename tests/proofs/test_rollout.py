@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from tests.proofs.callers import KINDS
-from tests.proofs.rollout import PATHS, PINNED, Size, explained, measured
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.proofs.rollout import Way
+from tests.proofs.rollout import PATHS, PINNED, Size, Way, explained, measured
 
 SMALL = Size(calls=100, held_s=1.5, drain_delay_s=1.0, left_alone_s=0.5, endpoint_lag_s=0.1)
 

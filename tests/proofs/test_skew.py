@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from tests.proofs import skew
 from tests.proofs.skew import Missing, tried
 
 from npugrad import OPERATORS
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.mark.slow

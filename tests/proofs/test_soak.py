@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from tests.e2e.load import mixed_work
 from tests.proofs.soak import QUARTERS, soak
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.mark.deep

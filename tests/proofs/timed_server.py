@@ -7,12 +7,10 @@ import json
 import signal
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from types import FrameType
+from typing import Any
 
 from npugrad_server.cli import main
-
-if TYPE_CHECKING:
-    from types import FrameType
 
 EVENT = "longest callback"
 

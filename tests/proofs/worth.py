@@ -14,23 +14,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tests.fix_server import run_server
 from tests.proofs import worth_script
 
 from npugrad_client import Client
 from npugrad_client._costs import TRIALS
-from npugrad_client.torch import remote
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from contextlib import AbstractContextManager
-
-    from npugrad_client.torch import Summary
+from npugrad_client.torch import Summary, remote
 
 _STEPS_TO_LEARN = 2 * TRIALS + 2
 _STEP_GOAL, _ADVICE_GOAL = 1.05, 0.30

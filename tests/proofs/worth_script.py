@@ -7,16 +7,14 @@ operator that `remote` sends.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from importlib import import_module
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 class Block(nn.Module):

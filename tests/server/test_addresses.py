@@ -1,14 +1,11 @@
 from __future__ import annotations
 
 import socket
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from npugrad_server.addresses import Address, AddressError, check_free, parse_listen, parse_metrics_listen
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,10 @@ import json
 import re
 import ssl
 import threading
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import trustme
@@ -22,10 +24,6 @@ from npugrad_server.cluster import (
     fitting_profile,
     read_cluster,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 ASCEND, CCE, HAMI = "huawei.com/Ascend910", "huawei.com/ascend-1980", "huawei.com/Ascend910B3"
 

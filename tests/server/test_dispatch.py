@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
-from tests.calls import named_sample, sample
+from tests.calls import Sample, named_sample, sample
 
+from npugrad.call import ExecutionInfo
 from npugrad.codec import CHUNK_BYTES, decode_response
 from npugrad.errors import (
     CallTooLarge,
@@ -27,17 +29,9 @@ from npugrad.products import Product
 from npugrad.registry import REGISTRY
 from npugrad_server import dispatch
 from npugrad_server.dispatch import Dispatcher, _nothing_follows
-from npugrad_server.pool import DevicePool, PoolObserver, PoolSettings
+from npugrad_server.plans import Request
+from npugrad_server.pool import DevicePool, Outcome, PlannedCall, PoolObserver, PoolSettings
 from npugrad_server.rpc.streaming import _reply
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from tests.calls import Sample
-
-    from npugrad.call import ExecutionInfo
-    from npugrad_server.plans import Request
-    from npugrad_server.pool import Outcome, PlannedCall
 
 A2 = Product.ATLAS_A2
 MIB = 2**20

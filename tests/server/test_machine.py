@@ -1,14 +1,11 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from npugrad_server.machine import cpu_count, memory_bytes
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 HOST_BYTES = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 HOST_CPUS = len(os.sched_getaffinity(0))

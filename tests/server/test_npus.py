@@ -8,9 +8,12 @@ import os
 import shutil
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
 
 import pytest
+from tests.cann_sim.build import Installation
 from tests.fix_npu import npu_environment
 
 from npugrad.ops import OPERATORS
@@ -18,12 +21,6 @@ from npugrad.products import Product
 from npugrad_server.config import ServerSettings
 from npugrad_server.npus import NpuReport, op_init_problem
 from npugrad_server.start_checks import StartError, pool_settings
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from pathlib import Path
-
-    from tests.cann_sim.build import Installation
 
 SMALL = {"input_arena_bytes": 2**20, "output_arena_bytes": 2**20}
 TWO = NpuReport(count=2, soc="Ascend910B2", cann="9.1.0")

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import pytest
 from tests.fix_server import fetch_page
@@ -12,9 +12,6 @@ from npugrad_server.addresses import Address, AddressError
 from npugrad_server.metrics import Metrics
 from npugrad_server.pages import Pages, serve_pages
 from npugrad_server.pool import DeviceState, DeviceStatus, PoolStats
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 LOOPBACK = Address("127.0.0.1", 0)
 PATHS = ("/metrics", "/livez", "/readyz")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import tracemalloc
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -23,18 +24,13 @@ from npugrad.errors import (
     RequestError,
 )
 from npugrad.generators import Draw
+from npugrad.operator import OpRecord
 from npugrad.ops import get_operator
 from npugrad.products import Product
 from npugrad.recipe import Recipe
 from npugrad.registry import REGISTRY, Registry
 from npugrad_server import plans
-from npugrad_server.plans import Planner
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from npugrad.operator import OpRecord
-    from npugrad_server.plans import Request
+from npugrad_server.plans import Planner, Request
 
 A2 = Product.ATLAS_A2
 NORM = get_operator("group_norm_backward")

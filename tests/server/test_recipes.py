@@ -6,13 +6,15 @@ import asyncio
 import os
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import pytest
 
 from npugrad.call import CallOptions
 from npugrad.errors import RecipeMismatch
+from npugrad.meta import CallMeta
 from npugrad.ops import get_operator
 from npugrad.recipe import Recipe
 from npugrad_server.pool import PlannedCall
@@ -20,11 +22,6 @@ from npugrad_server.pool.admission import Demand, RegionLayout
 from npugrad_server.pool.regions import Region
 from npugrad_server.pool.ticket import Ticket
 from npugrad_server.recipes import PIECE_BYTES, Maker
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from npugrad.meta import CallMeta
 
 RECORD = get_operator("group_norm_backward")
 SIZE = 2 * PIECE_BYTES // 4 + 1000

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import structlog
 from tests.server.pool.conftest import until
 
 from npugrad_server.tenants import LiveTenants, TenantsError, parse_tenants, read_tenants
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
 
 WHOLE = """
 gateways = ["spiffe://example.org/edge"]

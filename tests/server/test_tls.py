@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import trustme
 from cryptography.hazmat.primitives import serialization
-from tests.fix_tls import CLIENT_ONLY, signed_again
+from tests.fix_tls import CLIENT_ONLY, Certificates, signed_again
 
 from npugrad_server.config import ServerSettings
 from npugrad_server.tls import TlsFilesError, read_tls
-
-if TYPE_CHECKING:
-    from tests.fix_tls import Certificates
 
 
 def settings(certificates: Certificates, **changes: str | None) -> ServerSettings:

@@ -8,17 +8,19 @@ that was changed on its way, cut or left out shows in a result.
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 from tests.synthetic import synthetic_pb2
 
-from npugrad.attributes import KINDS, MAX_ENTRIES, MAX_STRING_BYTES, Scalar
+from npugrad.attributes import KINDS, MAX_ENTRIES, MAX_STRING_BYTES, AttrType, AttrValue, Scalar
 from npugrad.dtypes import DATA_DTYPES, DType
 from npugrad.error_table import PARAM_NULLPTR
 from npugrad.meta import CallMeta, TensorMeta
-from npugrad.operator import AttrParam, Finding, OpRecord, Sample, TensorParam
+from npugrad.operator import AttrParam, Constraint, Finding, OpRecord, Param, Sample, TensorParam
 from npugrad.products import Product
 from npugrad.registry import Registry
 from npugrad.rules import (
@@ -36,12 +38,7 @@ from npugrad.rules import (
 from npugrad.workloads import BENCH_SIZES, Workload, Workloads, named
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    import numpy.typing as npt
-
-    from npugrad.attributes import AttrType, AttrValue
-    from npugrad.operator import Arrays, Constraint, Param
+    from npugrad.operator import Arrays
 
 DOCUMENT = "aclnnSynthetic"
 MODES = ("sum", "mean")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from rich.console import Console
 from tests.calls import TIMEOUT_S
+from tests.fix_server import ServerProcess
 from tests.synthetic import synthetic_pb2
 from tests.synthetic.record import SYNTHETIC
 from typer.testing import CliRunner
@@ -18,9 +19,6 @@ from npugrad import registry
 from npugrad_client import Client
 from npugrad_client._cli.explain import UnknownSubject, explain
 from npugrad_server.cli import app
-
-if TYPE_CHECKING:
-    from tests.fix_server import ServerProcess
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = (b"aclnnSynthetic", b"SyntheticRequest", b"npugrad.synthetic", b"synthetic_pb2")

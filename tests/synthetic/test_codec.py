@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
 from tests.synthetic.record import REGISTRY, SYNTHETIC
 
 from npugrad import codec
-from npugrad.attributes import KINDS
+from npugrad.attributes import KINDS, AttrValue
 from npugrad.errors import MalformedRequest
+from npugrad.meta import CallMeta
 from npugrad.products import Product
 from npugrad.validation import make_call
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from npugrad.attributes import AttrValue
-    from npugrad.meta import CallMeta
 
 A2 = Product.ATLAS_A2
 SAMPLES = [pytest.param(sample.call, id=sample.name) for sample in SYNTHETIC.samples(A2)]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -11,15 +12,11 @@ from rich.console import Console
 from tests.synthetic.record import SYNTHETIC
 
 from npugrad.attributes import Scalar
+from npugrad.meta import CallMeta
 from npugrad.products import Product
 from npugrad.validation import make_call
 from npugrad_client._cli import explain, files
 from npugrad_client._cli.files import FileError
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from npugrad.meta import CallMeta
 
 SAMPLES = [pytest.param(s.call, id=s.name) for s in SYNTHETIC.samples(Product.ATLAS_A2)]
 

@@ -6,8 +6,10 @@ What it answers on the NPU, the simulated CANN computes from what its C interfac
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 from tests.calls import TIMEOUT_S, Sample, call_execute, call_unary, failure_of, fill, header_frame
@@ -29,17 +31,11 @@ from npugrad.errors import (
     UnsupportedOperator,
 )
 from npugrad.layout import view
+from npugrad.meta import CallMeta
+from npugrad.operator import Constraint
 from npugrad.products import Product
 from npugrad.tolerance import compare
 from npugrad.validation import error_from_verdict, validate_call
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
-
-    import grpc
-
-    from npugrad.meta import CallMeta
-    from npugrad.operator import Constraint
 
 pytestmark = pytest.mark.slow
 

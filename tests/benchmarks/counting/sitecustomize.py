@@ -11,10 +11,7 @@ import os
 import sys
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from types import CodeType, FrameType
+from types import CodeType, FrameType
 
 FOLDER = "FRAMES_FOLDER"
 """Variable that names the folder of the switch, where the counts go as well."""

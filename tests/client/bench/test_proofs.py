@@ -9,21 +9,18 @@ import os
 import signal
 import threading
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from tests.client.bench.made import GRID, scenario
+from tests.fix_server import ServerProcess, StartServer
 
 from npugrad_client.bench.capacity import UNLIMITED, CapacityTrial, Search, at_rate, judge
 from npugrad_client.bench.compare import compare
+from npugrad_client.bench.engine import LoadProgress
+from npugrad_client.bench.result import Result
 from npugrad_client.bench.run import run
-
-if TYPE_CHECKING:
-    from tests.fix_server import ServerProcess, StartServer
-
-    from npugrad_client.bench.engine import LoadProgress
-    from npugrad_client.bench.result import Result
-    from npugrad_client.bench.scenario import Scenario
+from npugrad_client.bench.scenario import Scenario
 
 pytestmark = pytest.mark.large  # it measures: nothing may run beside it
 IS_LONG = os.environ.get("NPUGRAD_BENCH_STATS") == "1"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,9 +17,6 @@ from npugrad_client.bench.record import STAGES, Record
 from npugrad_client.bench.result import Result, load_result
 from npugrad_client.bench.scenario import ScenarioError
 from npugrad_client.bench.sketch import Distribution, Sketch, bucket, bucket_s
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 SECONDS = st.lists(st.floats(1e-6, 1000.0), min_size=1, max_size=50)
 

@@ -11,26 +11,22 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from tests.client.bench.made import GRID, scenario
 from tests.client.fake_service import Context, abort_with, fake_service, zeros
+from tests.fix_server import ServerProcess, StartServer
 
-from npugrad import OPERATORS
+from npugrad import OPERATORS, OpRecord
 from npugrad.errors import NpugradError, ServerBusy
 from npugrad_client import Client, ConnectError, Recipe
 from npugrad_client.bench.bottleneck import client_bound
+from npugrad_client.bench.engine import LoadProgress
 from npugrad_client.bench.interrupts import ENDING
 from npugrad_client.bench.result import Result
 from npugrad_client.bench.run import run
 from npugrad_client.bench.scenario import LoadStage, ScenarioError, WeightedWorkload
-
-if TYPE_CHECKING:
-    from tests.fix_server import ServerProcess, StartServer
-
-    from npugrad import OpRecord
-    from npugrad_client.bench.engine import LoadProgress
 
 pytestmark = pytest.mark.slow  # every run starts processes
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import textwrap
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -14,9 +15,6 @@ from npugrad.recipe import recipes
 from npugrad_client.bench.scenario import LoadStage, Scenario, ScenarioError, WeightedWorkload
 from npugrad_client.bench.scenario_file import load_scenario, scenario_from, shipped_scenarios
 from npugrad_client.bench.schedule import schedule
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 WHOLE = """
 name: both

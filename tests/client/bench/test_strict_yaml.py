@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from npugrad_client.bench.scenario import ScenarioError
 from npugrad_client.bench.scenario_file import load_scenario
 from npugrad_client.bench.strict_yaml import MAX_NODES, read_yaml
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n"

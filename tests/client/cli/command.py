@@ -5,14 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from typing import TYPE_CHECKING
 
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from npugrad_client.cli import app
-
-if TYPE_CHECKING:
-    from typer.testing import Result
 
 NOWHERE = "unix:/nonexistent/npugrad.sock"
 """An address where no server listens."""

@@ -6,7 +6,7 @@ import json
 import re
 import sys
 import textwrap
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from tests.client.cli.command import NOWHERE, failed, process, run
@@ -15,12 +15,10 @@ from npugrad_client._cli import terminal
 
 torch = pytest.importorskip("torch")
 
-from tests.client.torch.composed_attention import library  # noqa: E402
+from pathlib import Path
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.fix_server import ServerProcess
+from tests.client.torch.composed_attention import library
+from tests.fix_server import ServerProcess
 
 pytestmark = pytest.mark.torch
 

@@ -10,12 +10,16 @@ import subprocess
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.client.bench.made import result
 from tests.client.cli.command import NOWHERE, failed, process, run
 from tests.client.fake_service import Context, abort_with, fake_service, zeros
+from tests.fix_server import ServerProcess, StartServer
+from tests.fix_tls import Certificates
+from typer.testing import Result
 
 from npugrad import OPERATORS, OpRecord
 from npugrad.errors import ServerBusy
@@ -24,13 +28,6 @@ from npugrad_client.bench.capacity import Capacity, CapacityTrial
 from npugrad_client.bench.scenario import LoadStage, Scenario, WeightedWorkload
 from npugrad_client.bench.sizes import example, parse_sizes
 from npugrad_client.bench.slo import Slo
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.fix_server import ServerProcess, StartServer
-    from tests.fix_tls import Certificates
-    from typer.testing import Result
 
 ALL_THE_SAME = "--allow-client-bound"
 """These tests share a machine with others, and count calls: who was the bottleneck does not matter."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -12,16 +13,12 @@ from tests.calls import sample
 from tests.client.cli.command import failed, process, run
 from tests.client.fake_service import Gate, abort_with, fake_service, group_norm
 from tests.client.terminal import Terminal
+from tests.fix_server import ServerProcess
+from typer.testing import Result
 
 from npugrad import OPERATORS, Product
 from npugrad.errors import InvalidOperand, ServerBusy
 from npugrad_client import Client
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.fix_server import ServerProcess
-    from typer.testing import Result
 
 CASES = [
     pytest.param(record.name, str(dtype), by_key, id=f"{record.name}-{dtype}-{'key' if by_key else 'flag'}")

@@ -8,20 +8,16 @@ import re
 import subprocess
 import sys
 import textwrap
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import pytest
 from tests.client.cli.command import NOWHERE, failed, flags, process, run
 from tests.client.fake_service import fake_service, group_norm
+from tests.fix_server import ServerProcess
 
 import npugrad
 from npugrad import OPERATORS
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.fix_server import ServerProcess
 
 LEGAL = ("grad_out=float32[2,3,4]", "input=float32[2,3,4]", "mean=float32[2]", "rstd=float32[2]")
 ATTRS = ("n=2", "c=3", "hxw=4", "group=1", "output_mask=true,true,false")

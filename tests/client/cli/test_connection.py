@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from tests.client.cli.command import failed, run
 from tests.client.fake_service import fake_service, group_norm
-from tests.fix_server import run_server
+from tests.fix_server import ServerProcess, run_server
+from tests.fix_tls import Certificates
 
 from npugrad.ops import OPERATORS
 from npugrad_client import Tls, demo
 from npugrad_client._cli.connection import addresses, connect, tls
 from npugrad_client._cli.files import FileError
 from npugrad_client.demo._cases import official_cases
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from tests.fix_server import ServerProcess
-    from tests.fix_tls import Certificates
 
 VALIDATE = ("validate", "group_norm_backward", "--attr", "n=1", "--attr", "c=1", "--attr", "hxw=1")
 ATTRS = ("--attr", "group=0", "--attr", "output_mask=true,true,true")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -12,9 +13,6 @@ from npugrad import OPERATORS, TensorMeta
 from npugrad.dtypes import DATA_DTYPES, DType
 from npugrad_client._cli import files
 from npugrad_client._cli.files import FileError
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 NORM = OPERATORS["group_norm_backward"]
 GRID = OPERATORS["grid_sampler_2d_backward"]

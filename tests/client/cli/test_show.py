@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import pytest
 from rich.console import Console
@@ -12,9 +12,6 @@ from npugrad.dtypes import DType
 from npugrad_client import OperatorInfo
 from npugrad_client._cli import show
 from npugrad_client._info import ParameterInfo
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 def printed(show_it: Callable[[Console], None]) -> list[str]:

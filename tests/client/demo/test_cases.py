@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import pytest
 
 import npugrad
 from npugrad import layout
-from npugrad_client.demo._cases import official_cases, realistic_cases
-
-if TYPE_CHECKING:
-    from npugrad_client.demo._cases import Case
+from npugrad_client.demo._cases import Case, official_cases, realistic_cases
 
 OFFICIAL = list(official_cases())
 REALISTIC = list(realistic_cases(quick=True))

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 from io import StringIO
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from rich.console import Console
 from tests.edge_calls import IMAGES, grid_call
+from tests.fix_server import ServerProcess
 
 from npugrad.coordinates import CoordinateRule
 from npugrad.workloads import Filled
 from npugrad_client import Client, GridSampler2DBackwardResult
 from npugrad_client.demo._cases import Case, official_cases
 from npugrad_client.demo._report import run_case, tables
-
-if TYPE_CHECKING:
-    from tests.fix_server import ServerProcess
 
 OFFICIAL = {case.record.name: case for case in official_cases()}
 GRID, NORM = OFFICIAL["grid_sampler_2d_backward"], OFFICIAL["group_norm_backward"]

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from tests.fix_server import ServerProcess
 
 from npugrad_client import Client
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.fix_server import ServerProcess
 
 
 @pytest.fixture(scope="module")

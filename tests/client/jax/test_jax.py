@@ -14,10 +14,10 @@ from npugrad_client import AsyncClient, Client, InvalidOperand, MalformedRequest
 
 jax = pytest.importorskip("jax", reason="jax is not installed: pip install 'npugrad[jax]'")
 
-import jax.numpy as jnp  # noqa: E402
-from jax.test_util import check_grads  # noqa: E402
+import jax.numpy as jnp
+from jax.test_util import check_grads
 
-from npugrad_client.jax import (  # noqa: E402
+from npugrad_client.jax import (
     _deformable,
     _floyd,
     _grid_sample,

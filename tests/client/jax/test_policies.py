@@ -13,11 +13,11 @@ from npugrad_client import Client, InvalidOperand, NpugradError, NullOperand
 
 jax = pytest.importorskip("jax", reason="jax is not installed: pip install 'npugrad[jax]'")
 
-import jax.numpy as jnp  # noqa: E402
-from jax.test_util import check_grads  # noqa: E402
-from tests.client.jax.test_jax import deformable, normal, squared  # noqa: E402
+import jax.numpy as jnp
+from jax.test_util import check_grads
+from tests.client.jax.test_jax import deformable, normal, squared
 
-from npugrad_client.jax import (  # noqa: E402
+from npugrad_client.jax import (
     Policies,
     RemoteWarning,
     fused_floyd_attention,

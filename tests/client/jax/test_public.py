@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 from tests.client.docstrings import come_true, documented
 from tests.client.public_names import shown
 
 pytest.importorskip("jax", reason="jax is not installed: pip install 'npugrad[jax]'")
 
-import npugrad_client.jax as adapter
+from tests.fix_server import ServerProcess
 
-if TYPE_CHECKING:
-    from tests.fix_server import ServerProcess
+import npugrad_client.jax as adapter
 
 
 def test_the_public_list_is_what_the_package_shows() -> None:

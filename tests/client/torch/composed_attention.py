@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import sys
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import pytest
 import torch
-
-if TYPE_CHECKING:
-    import pytest
 
 Tensor = Any  # with its own type, each `grad` would have to be shown not to be None
 

@@ -9,11 +9,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import torch.nn.functional as F  # noqa: E402
-from tests.client.torch.agreement import assert_close  # noqa: E402
+import torch.nn.functional as F
+from tests.client.torch.agreement import assert_close
 
-from npugrad_client import Client, ConnectError, InvalidOperand, NullOperand, UnsafeLevels  # noqa: E402
-from npugrad_client.torch import (  # noqa: E402
+from npugrad_client import Client, ConnectError, InvalidOperand, NullOperand, UnsafeLevels
+from npugrad_client.torch import (
     Policies,
     RemoteWarning,
     _deformable,

@@ -8,26 +8,23 @@ import subprocess
 import sys
 import textwrap
 import types
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from tests.client.torch.agreement import assert_close  # noqa: E402
-from tests.client.torch.deformable_detr import (  # noqa: E402
+from tests.client.torch.agreement import assert_close
+from tests.client.torch.deformable_detr import (
     Attention,
     DetrFunction,
     MmcvFunction,
     PlainFunction,
 )
+from tests.fix_server import ServerProcess
 
-from npugrad_client.torch import drop_in  # noqa: E402
-
-if TYPE_CHECKING:
-    from tests.fix_server import ServerProcess
-
-    from npugrad_client import Client
+from npugrad_client import Client
+from npugrad_client.torch import drop_in
 
 pytestmark = pytest.mark.torch
 NAMES = ("MultiScaleDeformableAttention", "mmcv._ext")

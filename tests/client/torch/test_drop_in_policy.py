@@ -11,17 +11,17 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from tests.client.torch import deformable_detr  # noqa: E402
-from tests.client.torch.deformable_detr import (  # noqa: E402
+from tests.client.torch import deformable_detr
+from tests.client.torch.deformable_detr import (
     Attention,
     DetrFunction,
     MmcvFunction,
     PlainFunction,
 )
-from tests.client.torch.test_drop_in_upstream import STEP, call_of  # noqa: E402
+from tests.client.torch.test_drop_in_upstream import STEP, call_of
 
-from npugrad_client import Client, ConnectError, InvalidOperand, NullOperand  # noqa: E402
-from npugrad_client.torch import RemoteWarning, drop_in, remote  # noqa: E402
+from npugrad_client import Client, ConnectError, InvalidOperand, NullOperand
+from npugrad_client.torch import RemoteWarning, drop_in, remote
 
 pytestmark = pytest.mark.torch
 STYLES = pytest.mark.parametrize("function", [DetrFunction, MmcvFunction], ids=["deformable-detr", "mmcv"])

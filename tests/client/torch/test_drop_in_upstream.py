@@ -6,20 +6,18 @@ of mmcv's `tests/test_ops/test_ms_deformable_attn.py`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from tests.client.torch.agreement import assert_close  # noqa: E402
-from tests.client.torch.deformable_detr import DetrFunction, MmcvFunction, PlainFunction  # noqa: E402
-from torch.autograd import gradcheck  # noqa: E402
+from tests.client.torch.agreement import assert_close
+from tests.client.torch.deformable_detr import DetrFunction, MmcvFunction, PlainFunction
+from torch.autograd import gradcheck
 
-from npugrad_client.torch import drop_in  # noqa: E402
-
-if TYPE_CHECKING:
-    from npugrad_client import Client
+from npugrad_client import Client
+from npugrad_client.torch import drop_in
 
 pytestmark = pytest.mark.torch
 STYLES = pytest.mark.parametrize("function", [DetrFunction, MmcvFunction], ids=["deformable-detr", "mmcv"])

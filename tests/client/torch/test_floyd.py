@@ -9,10 +9,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from tests.client.torch.agreement import assert_close  # noqa: E402
+from tests.client.torch.agreement import assert_close
 
-from npugrad_client import Client, InvalidOperand, NullOperand, TilingError  # noqa: E402
-from npugrad_client.torch import (  # noqa: E402
+from npugrad_client import Client, InvalidOperand, NullOperand, TilingError
+from npugrad_client.torch import (
     Policies,
     RemoteWarning,
     _floyd,

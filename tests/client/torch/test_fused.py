@@ -12,8 +12,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from tests.client.torch.agreement import assert_close  # noqa: E402
-from tests.client.torch.composed_attention import (  # noqa: E402
+from tests.client.torch.agreement import assert_close
+from tests.client.torch.composed_attention import (
     FUNCTIONS,
     LEVELS,
     MMCV,
@@ -24,11 +24,11 @@ from tests.client.torch.composed_attention import (  # noqa: E402
     operands,
     transformers,
 )
-from torch import nn  # noqa: E402
-from torch.utils.checkpoint import checkpoint  # noqa: E402
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from npugrad_client import Client, ConnectError, RetryPolicy  # noqa: E402
-from npugrad_client.torch import RemoteWarning, _recognised, register_deformable_attention, remote  # noqa: E402
+from npugrad_client import Client, ConnectError, RetryPolicy
+from npugrad_client.torch import RemoteWarning, _recognised, register_deformable_attention, remote
 
 pytestmark = pytest.mark.torch
 FUSED, COMPOSED = "multi_scale_deformable_attention_grad", "grid_sampler_2d_backward"

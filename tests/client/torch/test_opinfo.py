@@ -10,21 +10,19 @@ import warnings
 from collections import Counter
 from contextlib import nullcontext
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("expecttest", reason="torch.testing._internal imports it")
 
-from tests.client.torch.agreement import Golden  # noqa: E402
+from collections.abc import Iterator
 
-from npugrad_client.torch import RemoteWarning, remote  # noqa: E402
+from tests.client.torch.agreement import Golden
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from npugrad_client import Client
+from npugrad_client import Client
+from npugrad_client.torch import RemoteWarning, remote
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 

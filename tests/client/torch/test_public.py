@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 from tests.client.docstrings import come_true, documented
 from tests.client.public_names import shown
 
 pytest.importorskip("torch")
 
-import npugrad_client.torch as adapter
+from tests.fix_server import ServerProcess
 
-if TYPE_CHECKING:
-    from tests.fix_server import ServerProcess
+import npugrad_client.torch as adapter
 
 pytestmark = pytest.mark.torch
 

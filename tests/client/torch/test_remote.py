@@ -12,19 +12,19 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import torch.nn.functional as F  # noqa: E402
-from tests.client.torch.agreement import Golden  # noqa: E402
-from tests.client.torch.models import (  # noqa: E402
+import torch.nn.functional as F
+from tests.client.torch.agreement import Golden
+from tests.client.torch.models import (
     Transformer,
     gradients,
     loss_of_grid_sample,
     loss_of_group_norm,
 )
-from torch import nn  # noqa: E402
-from torch.utils.checkpoint import checkpoint  # noqa: E402
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from npugrad_client import Client  # noqa: E402
-from npugrad_client.torch import RemoteWarning, Summary, remote  # noqa: E402
+from npugrad_client import Client
+from npugrad_client.torch import RemoteWarning, Summary, remote
 
 pytestmark = pytest.mark.torch
 Tensor = Any  # with its own type, each `grad` would have to be shown not to be None

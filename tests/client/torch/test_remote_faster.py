@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
-import torch.nn.functional as F  # noqa: E402
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from collections.abc import Iterator
 
-from npugrad_client import Client, RetryPolicy  # noqa: E402
-from npugrad_client._costs import FASTER_HERE, MEASURED_HERE, TRIALS  # noqa: E402
-from npugrad_client.torch import RemoteWarning, remote  # noqa: E402
+import torch.nn.functional as F
+from tests.fix_server import StartServer
+from torch.utils._python_dispatch import TorchDispatchMode
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.fix_server import StartServer
-
-    from npugrad_client.torch import Summary
+from npugrad_client import Client, RetryPolicy
+from npugrad_client._costs import FASTER_HERE, MEASURED_HERE, TRIALS
+from npugrad_client.torch import RemoteWarning, Summary, remote
 
 pytestmark = pytest.mark.torch
 Tensor = Any

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
-import torch.nn.functional as F  # noqa: E402
-from tests.client.torch.agreement import assert_close  # noqa: E402
-from tests.client.torch.models import (  # noqa: E402
+import torch.nn.functional as F
+from tests.client.torch.agreement import assert_close
+from tests.client.torch.models import (
     gradients,
 )
-from torch import nn  # noqa: E402
+from torch import nn
 
-from npugrad_client.torch import remote  # noqa: E402
-
-if TYPE_CHECKING:
-    from npugrad_client import Client
+from npugrad_client import Client
+from npugrad_client.torch import remote
 
 pytestmark = pytest.mark.torch
 Tensor = Any  # with its own type, each `grad` would have to be shown not to be None

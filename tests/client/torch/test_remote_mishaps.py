@@ -6,30 +6,28 @@ import importlib
 import os
 import signal
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
-import torch.nn.functional as F  # noqa: E402
-from tests.client.torch.models import loss_of_grid_sample, loss_of_group_norm  # noqa: E402
-from tests.client.torch.test_deformable import operands  # noqa: E402
-from torch import nn  # noqa: E402
-from torch.utils._python_dispatch import _get_current_dispatch_mode  # noqa: E402
+from collections.abc import Callable
 
-from npugrad_client import AsyncClient, Client, ConnectError, RetryPolicy  # noqa: E402
-from npugrad_client.torch import (  # noqa: E402
+import torch.nn.functional as F
+from tests.client.torch.models import loss_of_grid_sample, loss_of_group_norm
+from tests.client.torch.test_deformable import operands
+from tests.fix_server import ServerProcess, StartServer
+from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from npugrad_client import AsyncClient, Client, ConnectError, RetryPolicy
+from npugrad_client.torch import (
     drop_in,
     fused_floyd_attention,
     multi_scale_deformable_attention,
     remote,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from tests.fix_server import ServerProcess, StartServer
 
 pytestmark = pytest.mark.torch
 LATER_MS = 60_000

@@ -11,17 +11,17 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import torch.nn.functional as F  # noqa: E402
-from tests.client.torch.agreement import Golden  # noqa: E402
-from tests.client.torch.models import (  # noqa: E402
+import torch.nn.functional as F
+from tests.client.torch.agreement import Golden
+from tests.client.torch.models import (
     Transformer,
     loss_of_grid_sample,
     loss_of_group_norm,
 )
-from torch.utils.checkpoint import checkpoint  # noqa: E402
+from torch.utils.checkpoint import checkpoint
 
-from npugrad_client import Client, ConnectError, DeadlineExceeded, InvalidOperand  # noqa: E402
-from npugrad_client.torch import RemoteWarning, remote  # noqa: E402
+from npugrad_client import Client, ConnectError, DeadlineExceeded, InvalidOperand
+from npugrad_client.torch import RemoteWarning, remote
 
 pytestmark = pytest.mark.torch
 Tensor = Any  # with its own type, each `grad` would have to be shown not to be None

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
-import torch.nn.functional as F  # noqa: E402
-from tests.client.torch.models import loss_of_group_norm  # noqa: E402
-from torch import nn  # noqa: E402
-from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
+import torch.nn.functional as F
+from tests.client.torch.models import loss_of_group_norm
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from npugrad_client.torch import RemoteWarning, Summary, drop_in, remote  # noqa: E402
-
-if TYPE_CHECKING:
-    from npugrad_client import Client
+from npugrad_client import Client
+from npugrad_client.torch import RemoteWarning, Summary, drop_in, remote
 
 pytestmark = pytest.mark.torch
 POLICIES = pytest.mark.parametrize("on_refused", ["warn", "raise"])

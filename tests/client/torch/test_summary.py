@@ -8,14 +8,14 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from tests.client.torch.models import Transformer, gradients  # noqa: E402
+from tests.client.torch.models import Transformer, gradients
 
-from npugrad.ops import OPERATORS  # noqa: E402
-from npugrad.timeline import CLIENT_STAGES, SERVER_STAGES, Interval, Timeline  # noqa: E402
-from npugrad_client import Client, ConnectError  # noqa: E402
-from npugrad_client._costs import CostRow  # noqa: E402
-from npugrad_client._summary import TRANSPORT, Ledger, Summary  # noqa: E402
-from npugrad_client.torch import Policies, drop_in, remote  # noqa: E402
+from npugrad.ops import OPERATORS
+from npugrad.timeline import CLIENT_STAGES, SERVER_STAGES, Interval, Timeline
+from npugrad_client import Client, ConnectError
+from npugrad_client._costs import CostRow
+from npugrad_client._summary import TRANSPORT, Ledger, Summary
+from npugrad_client.torch import Policies, drop_in, remote
 
 pytestmark = pytest.mark.torch
 

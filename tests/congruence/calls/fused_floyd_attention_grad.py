@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tests.congruence.combinations import Combination, restride
 from tests.operators import FLOYD
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-
-    from npugrad.meta import CallMeta
+from npugrad.meta import CallMeta
 
 _SCALES = (
     *(32**-0.5, -0.17, 0.1 + 0.2, -0.0, 1e-300, 5e-324, 1.7976931348623157e308, float("-inf")),

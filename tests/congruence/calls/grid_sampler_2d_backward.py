@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
 from itertools import product
-from typing import TYPE_CHECKING
 
 from tests.congruence.combinations import FLOATS, Combination, bits, restride
 from tests.operators import GRID_SAMPLER
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-
-    from npugrad.meta import CallMeta
+from npugrad.meta import CallMeta
 
 SIZES: Mapping[str, Mapping[str, int]] = {
     "one of each": {"n": 1, "c": 1, "h": 1, "w": 1, "oh": 1, "ow": 1},

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import product
-from typing import TYPE_CHECKING
 
 from tests.congruence.calls.grid_sampler_2d_backward import SIZES
 from tests.congruence.combinations import FLOATS, Combination, bits, restride
 from tests.operators import GRID_SAMPLER_3D
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 def combinations() -> Iterator[Combination]:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tests.congruence.combinations import FLOATS, Combination, bits, reshape, restride
 from tests.operators import GROUP_NORM
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-
-    from npugrad.meta import CallMeta
+from npugrad.meta import CallMeta
 
 _SIZES: Mapping[str, Mapping[str, Any]] = {
     "plain": {},

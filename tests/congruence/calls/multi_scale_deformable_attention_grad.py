@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tests.congruence.combinations import FLOATS, Combination
 from tests.operators import MSDA
 
 from npugrad.meta import TensorMeta
 from npugrad.products import Product
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
 
 _LEVELS = (((3, 4), (2, 2)), ((1, 1),), ((5, 1), (1, 7), (2, 3)))
 _SIZES: tuple[Mapping[str, Any], ...] = ({}, {"bs": 1, "nq": 5, "nh": 3, "ch": 16, "points": 1})

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
+from npugrad import Verdict
 from npugrad.dtypes import Format
 from npugrad.error_table import PARAM_INVALID
-from npugrad.meta import TensorMeta
+from npugrad.meta import CallMeta, TensorMeta
+from npugrad.operator import OpRecord
 from npugrad.products import Product
 from npugrad.validation import validate_call
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from npugrad import Verdict
-    from npugrad.meta import CallMeta
-    from npugrad.operator import OpRecord
 
 
 def meta(*shape: int, dtype: str = "float32") -> TensorMeta:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -16,13 +15,11 @@ import pytest
 from npugrad.dtypes import DType, Format, dtype_from_name
 from npugrad.error_table import PARAM_INVALID, PARAM_NULLPTR, TILING_ERROR
 from npugrad.meta import CallMeta, TensorMeta
+from npugrad.operator import OpRecord, Sample, TensorParam
 from npugrad.ops import OPERATORS
 from npugrad.products import Product
 from npugrad.validation import validate_call
-
-if TYPE_CHECKING:
-    from npugrad.operator import OpRecord, Sample, TensorParam
-    from npugrad.workloads import Example
+from npugrad.workloads import Example
 
 PAIRS = [(record, product) for record in OPERATORS.values() for product in record.products]
 EACH_PRODUCT = pytest.mark.parametrize(

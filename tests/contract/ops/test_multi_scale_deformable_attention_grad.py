@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +15,7 @@ from npugrad.dtypes import DType, Format
 from npugrad.error_table import INNER_NULLPTR, PARAM_INVALID, PARAM_NULLPTR
 from npugrad.errors import UnsupportedOperator
 from npugrad.meta import CallMeta, TensorMeta
+from npugrad.operator import Sample
 from npugrad.ops._multi_scale_deformable_attention_grad_data import level_sizes, level_starts
 from npugrad.ops.multi_scale_deformable_attention_grad import (
     MULTI_SCALE_DEFORMABLE_ATTENTION_GRAD as RECORD,
@@ -23,9 +24,6 @@ from npugrad.ops.multi_scale_deformable_attention_grad import build
 from npugrad.products import Product
 from npugrad.releases import CannRelease
 from npugrad.validation import error_from_verdict, validate_call
-
-if TYPE_CHECKING:
-    from npugrad.operator import Sample
 
 SAMPLES = [pytest.param(sample, id=sample.name) for sample in RECORD.samples(Product.ATLAS_A2)]
 

@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
-from tests.derived import SEEDS, combined, drawn, ones
+from tests.derived import SEEDS, Array, Derived, Operands, combined, drawn, ones
 
 from npugrad.coordinates import CoordinateRule
+from npugrad.meta import CallMeta
+from npugrad.operator import OpRecord, Sample
 from npugrad.products import Product
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-
-    import numpy.typing as npt
-    from tests.derived import Array, Derived, Operands
-
-    from npugrad.meta import CallMeta
-    from npugrad.operator import OpRecord, Sample
-
-    Oracle = Callable[[Operands, Mapping[str, Any]], Mapping[str, Array]]
+Oracle = Callable[[Operands, Mapping[str, Any]], Mapping[str, Array]]
 
 
 def reference_of(record: OpRecord) -> Callable[..., None]:

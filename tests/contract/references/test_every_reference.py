@@ -8,23 +8,19 @@ from __future__ import annotations
 import itertools
 import tracemalloc
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 from tests.contract.references.against import assert_close, assert_same_bits, reference_of, run
-from tests.derived import FLOATS, LAYOUTS, Derived, each, emptied, longer, relaid, varied
+from tests.derived import FLOATS, LAYOUTS, Array, Derived, Operands, each, emptied, longer, relaid, varied
 
+from npugrad.meta import CallMeta
+from npugrad.operator import OpRecord, Sample
 from npugrad.ops import OPERATORS
 from npugrad.products import Product
 from npugrad.references._blocks import store
-
-if TYPE_CHECKING:
-    from tests.derived import Array, Operands
-
-    from npugrad.meta import CallMeta
-    from npugrad.operator import OpRecord, Sample
-    from npugrad.workloads import Example, Probe
+from npugrad.workloads import Example, Probe
 
 WHOLE = 2**28
 BUDGET = 2**20

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,11 +15,7 @@ from tests.operators import GRID_SAMPLER, GRID_SAMPLER_3D
 
 from npugrad.layout import view
 from npugrad.meta import TensorMeta
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from npugrad.operator import OpRecord
+from npugrad.operator import OpRecord
 
 torch = pytest.importorskip("torch")
 

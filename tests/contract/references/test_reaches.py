@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from tests.operators import GRID_SAMPLER, GROUP_NORM
 from tests.reaches import every_sample, masked, prove
 
 from npugrad import OPERATORS, Product
+from npugrad.meta import CallMeta
+from npugrad.operator import AttrParam, OpRecord
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    import numpy.typing as npt
-
-    from npugrad.meta import CallMeta
-    from npugrad.operator import AttrParam, OpRecord
-
-    Array = npt.NDArray[Any]
+Array = npt.NDArray[Any]
 
 
 def golden(record: OpRecord, call: CallMeta, arrays: Mapping[str, Array | None]) -> dict[str, Array]:

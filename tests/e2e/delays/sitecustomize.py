@@ -8,13 +8,11 @@ from __future__ import annotations
 import importlib
 import os
 import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 DELAY_S = 0.05
 VARIABLE = "DELAYED_STAGE_FILE"

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from npugrad.products import Product
 from npugrad.releases import CannRelease
 from npugrad_server.acceptance.rig import BenchSettings, Rig
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 SETTINGS = BenchSettings(
     "cpu:0",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -14,9 +14,6 @@ from tests.bundles import contents
 from npugrad_server.acceptance import bundle as bundles
 from npugrad_server.acceptance.bundle import Bundle, newest_files
 from npugrad_server.acceptance.node import collect, log_folders, shown_environment
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def test_it_is_whole_from_the_start_and_after_each_stage(tmp_path: Path) -> None:

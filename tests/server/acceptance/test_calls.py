@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import pytest
 
 from npugrad.dtypes import Format
 from npugrad.meta import TensorMeta
+from npugrad.operator import OpRecord
 from npugrad.ops import OPERATORS, get_operator
 from npugrad.products import Product
 from npugrad.tolerance import T
@@ -19,9 +19,6 @@ from npugrad_server.acceptance.job import make_job
 from npugrad_server.acceptance.peers import PeerJob
 from npugrad_server.acceptance.shapes import float_dtypes, realistic_calls
 from npugrad_server.backends.npu.trials.exchange import RawCall, part
-
-if TYPE_CHECKING:
-    from npugrad.operator import OpRecord
 
 EACH = [
     pytest.param(record, product, id=f"{record.name}-{product}")

@@ -10,7 +10,6 @@ import sys
 import tarfile
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from tests.server.acceptance.conftest import SETTINGS
@@ -19,13 +18,10 @@ from typer.testing import CliRunner
 from npugrad_server.acceptance.command import AcceptanceOptions, run_and_report
 from npugrad_server.acceptance.console import AcceptanceConsole, failure_line
 from npugrad_server.acceptance.report import Report, StepCheck, StepReport
-from npugrad_server.acceptance.step import Step
+from npugrad_server.acceptance.rig import Rig
+from npugrad_server.acceptance.step import Step, StepLog
 from npugrad_server.acceptance.steps import STEPS
 from npugrad_server.cli import FAILED, USAGE, app
-
-if TYPE_CHECKING:
-    from npugrad_server.acceptance.rig import Rig
-    from npugrad_server.acceptance.step import StepLog
 
 run = CliRunner().invoke
 REPORT = Report("0.1.0", "2026-01-02T03:04:05+00:00", True, {"chip": "Ascend910B2"})

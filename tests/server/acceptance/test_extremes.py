@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -20,16 +18,13 @@ from npugrad_server.acceptance.extremes import (
     large_call,
     long_call,
 )
-from npugrad_server.acceptance.job import Ran
+from npugrad_server.acceptance.job import Job, Ran
 from npugrad_server.acceptance.known import KnownJob, known
 from npugrad_server.acceptance.rig import BenchSettings, Rig
 from npugrad_server.acceptance.step import StepLog, StepSkipped
 from npugrad_server.acl.layout import arrange
 from npugrad_server.pool.admission import demand_of
 from npugrad_server.worker.protocol import CallDone
-
-if TYPE_CHECKING:
-    from npugrad_server.acceptance.job import Job
 
 PRODUCTS = list(Product)
 HOST_BYTES = 64 * 1024

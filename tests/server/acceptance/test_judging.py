@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,21 +13,16 @@ from tests.edge_calls import IMAGES, grid_call
 
 from npugrad import get_operator
 from npugrad.coordinates import CoordinateRule
-from npugrad_server.acceptance.job import Ran, make_job
+from npugrad_server.acceptance.job import Job, Ran, make_job
 from npugrad_server.acceptance.known import known
 from npugrad_server.acceptance.numerics import COLUMNS, Accuracy
 from npugrad_server.acceptance.probes import check_probes
+from npugrad_server.acceptance.rig import Rig
 from npugrad_server.acceptance.step import StepLog
 from npugrad_server.acceptance.steps import determinism
 from npugrad_server.acceptance.steps.round_trip import sizes
 from npugrad_server.acceptance.trial import TrialFailed
 from npugrad_server.worker.protocol import CallDone, CallFailed
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from npugrad_server.acceptance.job import Job
-    from npugrad_server.acceptance.rig import Rig
 
 RECORD = get_operator("group_norm_backward")
 DONE = CallDone(1, 0.0, 0.0, 0.0, 0, "test")

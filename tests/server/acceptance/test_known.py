@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -13,9 +13,6 @@ from npugrad_server.acceptance.job import make_job
 from npugrad_server.acceptance.known import KnownJob, in_flight, known
 from npugrad_server.acceptance.rig import BenchSettings, Rig
 from npugrad_server.worker.protocol import CallDone
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 NORM = get_operator("group_norm_backward")
 

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import pytest
 
 from npugrad import get_operator
-from npugrad_server.acceptance.job import make_job
+from npugrad_server.acceptance.job import Job, Ran, make_job
 from npugrad_server.acceptance.link import DeviceGone
 from npugrad_server.acceptance.numerics import compare_with_reference
+from npugrad_server.acceptance.rig import Rig
 from npugrad_server.pool import DeviceState
 from npugrad_server.worker.protocol import CallDone, CallFailed, DeviceFailed, WorkspaceFound
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from npugrad_server.acceptance.job import Job, Ran
-    from npugrad_server.acceptance.rig import Rig
 
 pytestmark = pytest.mark.slow
 

@@ -4,7 +4,8 @@ import os
 import signal
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -12,15 +13,10 @@ from npugrad import get_operator
 from npugrad_server.acceptance.job import make_job
 from npugrad_server.acceptance.limits import Limits
 from npugrad_server.acceptance.link import DeviceGone
+from npugrad_server.acceptance.report import StepCheck, StepReport
+from npugrad_server.acceptance.rig import Rig
 from npugrad_server.acceptance.runner import run_steps
-from npugrad_server.acceptance.step import Step, StepSkipped
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from npugrad_server.acceptance.report import StepCheck, StepReport
-    from npugrad_server.acceptance.rig import Rig
-    from npugrad_server.acceptance.step import StepLog
+from npugrad_server.acceptance.step import Step, StepLog, StepSkipped
 
 pytestmark = pytest.mark.slow
 

@@ -6,24 +6,20 @@ import os
 import signal
 import subprocess
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
+from npugrad.operator import OpRecord
 from npugrad.ops import OPERATORS
 from npugrad.products import Product
 from npugrad_server.acceptance.columns import CALLS_PER_S, STAGES, TIME
 from npugrad_server.acceptance.extremes import MOST_BYTES
+from npugrad_server.acceptance.report import StepCheck, StepReport
 from npugrad_server.acceptance.rig import BenchSettings, Rig
 from npugrad_server.acceptance.runner import run_steps
-from npugrad_server.acceptance.step import StepLog
+from npugrad_server.acceptance.step import Step, StepLog
 from npugrad_server.acceptance.steps import crash, memory, soak, speed, timeout
 from npugrad_server.acceptance.watch import Watch
-
-if TYPE_CHECKING:
-    from npugrad.operator import OpRecord
-    from npugrad_server.acceptance.report import StepCheck, StepReport
-    from npugrad_server.acceptance.step import Step
 
 pytestmark = pytest.mark.slow
 

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
+from tests.cann_sim.build import Installation
 from tests.cann_sim.report import HOST_OBJECTS
+from tests.cann_sim.runtime import Runtime as Simulator
 
+from npugrad.meta import CallMeta
+from npugrad.operator import OpRecord
 from npugrad_server.acl.launcher import Launcher
 from npugrad_server.acl.layout import arrange
 from npugrad_server.acl.libraries import Cann, Loader
 from npugrad_server.acl.runtime import Runtime
 from npugrad_server.acl.tensor import DeviceTensor
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.cann_sim.build import Installation
-    from tests.cann_sim.runtime import Runtime as Simulator
-
-    from npugrad.meta import CallMeta
-    from npugrad.operator import OpRecord
 
 
 @dataclass

@@ -5,27 +5,24 @@ from __future__ import annotations
 import ctypes
 import time
 from ctypes import POINTER, c_uint64, c_void_p
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 from tests.cann_sim.operators import Arguments, compute, make_arrays
 from tests.cann_sim.report import HOST_OBJECTS
+from tests.cann_sim.runtime import Runtime
+from tests.server.acl.conftest import Rig
 from tests.synthetic.record import SYNTHETIC, seen
 
 from npugrad.attributes import KINDS
 from npugrad.layout import view
+from npugrad.meta import CallMeta
+from npugrad.operator import Constraint
 from npugrad.products import Product
 from npugrad.validation import validate_call
 from npugrad_server.acl.runtime import AclError
 from npugrad_server.acl.symbols import TENSORS, operator_symbols
-
-if TYPE_CHECKING:
-    from tests.cann_sim.runtime import Runtime
-    from tests.server.acl.conftest import Rig
-
-    from npugrad.meta import CallMeta
-    from npugrad.operator import Constraint
 
 pytestmark = pytest.mark.npu_sim
 

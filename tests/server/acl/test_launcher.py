@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from tests.cann_sim.build import Installation
 from tests.operators import FLOYD, GRID_SAMPLER, GROUP_NORM
+from tests.server.acl.conftest import Rig
 
 from npugrad.agreement import agreement
-from npugrad.meta import TensorMeta
+from npugrad.meta import CallMeta, TensorMeta
+from npugrad.operator import OpRecord
 from npugrad.ops import OPERATORS
 from npugrad.products import Product
 from npugrad_server.acl.faults import Action
@@ -19,15 +22,6 @@ from npugrad_server.acl.launcher import Launcher
 from npugrad_server.acl.libraries import Cann, Loader, SymbolMissing
 from npugrad_server.acl.runtime import AclError
 from npugrad_server.acl.tensor import DeviceTensor, Handles
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from tests.cann_sim.build import Installation
-    from tests.server.acl.conftest import Rig
-
-    from npugrad.meta import CallMeta
-    from npugrad.operator import OpRecord
 
 pytestmark = pytest.mark.npu_sim
 

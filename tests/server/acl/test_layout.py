@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,14 +12,11 @@ from hypothesis import strategies as st
 from tests.operators import GRID_SAMPLER, GROUP_NORM, MSDA
 
 from npugrad.dtypes import DType, Format
-from npugrad.meta import TensorMeta
+from npugrad.meta import CallMeta, TensorMeta
+from npugrad.operator import OpRecord
 from npugrad.ops import OPERATORS
 from npugrad.products import Product
 from npugrad_server.acl.layout import Slot, arrange, view_strides
-
-if TYPE_CHECKING:
-    from npugrad.meta import CallMeta
-    from npugrad.operator import OpRecord
 
 
 @st.composite

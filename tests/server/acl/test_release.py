@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from ctypes import c_char_p
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
+from tests.cann_sim.build import Installation
 
 from npugrad.releases import CannRelease
 from npugrad_server.acl.libraries import Functions, Missing
 from npugrad_server.acl.release import installed_release
 from npugrad_server.acl.runtime import Runtime
 from npugrad_server.acl.symbols import Symbol
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from pathlib import Path
-
-    from tests.cann_sim.build import Installation
 
 FUNCTIONS = ("aclsysGetVersionStr", "aclsysGetCANNVersion")
 

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from tests.server.acl.conftest import Rig
 
 from npugrad_server.acl.faults import Action
 from npugrad_server.acl.libraries import Functions, Missing
 from npugrad_server.acl.runtime import AclError, Runtime, concerning
 from npugrad_server.acl.symbols import RUNTIME
-
-if TYPE_CHECKING:
-    from tests.server.acl.conftest import Rig
 
 pytestmark = pytest.mark.npu_sim
 

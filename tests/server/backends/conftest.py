@@ -7,17 +7,22 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 import pytest
+from tests.cann_sim.build import Installation
 from tests.cann_sim.report import HOST_OBJECTS, Report, write_plan
 from tests.fix_npu import npu_environment
 
 from npugrad.agreement import agreement
 from npugrad.call import CallOptions
+from npugrad.meta import CallMeta
+from npugrad.operator import OpRecord
 from npugrad_server.pool.arena import InputArena, OutputArena
 from npugrad_server.pool.regions import Region, aligned
 from npugrad_server.worker.packets import MAX_MESSAGE_BYTES, decode, encode
@@ -29,15 +34,6 @@ from npugrad_server.worker.protocol import (
     OpenDevice,
     RunCall,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-    from pathlib import Path
-
-    from tests.cann_sim.build import Installation
-
-    from npugrad.meta import CallMeta
-    from npugrad.operator import OpRecord
 
 ARENA_BYTES = 64 << 20
 ANSWER_S = 180.0

@@ -12,14 +12,16 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from tests.cann_sim.build import Installation
 from tests.cann_sim.report import HOST_OBJECTS
@@ -30,6 +32,8 @@ from npugrad.agreement import agreement
 from npugrad.call import CallOptions
 from npugrad.errors import DeadlineExceeded, DeviceOutOfMemory, OperatorError
 from npugrad.layout import view
+from npugrad.meta import CallMeta
+from npugrad.operator import OpRecord
 from npugrad.ops import OPERATORS
 from npugrad.products import Product
 from npugrad_server.acl.launcher import Launcher
@@ -37,23 +41,14 @@ from npugrad_server.acl.layout import arrange
 from npugrad_server.acl.libraries import Cann, Functions, Missing
 from npugrad_server.acl.runtime import Runtime
 from npugrad_server.acl.symbols import RUNTIME
-from npugrad_server.backends.base import CallAbandoned, CallPostponed, DeviceCall
+from npugrad_server.backends.base import CallAbandoned, CallPostponed, DeviceCall, Timings
 from npugrad_server.backends.npu import NpuBackend
 from npugrad_server.backends.npu.bringup import NpuDevice
 from npugrad_server.backends.npu.lane import Lane
 from npugrad_server.devices import parse_device
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import numpy.typing as npt
-
-    from npugrad.meta import CallMeta
-    from npugrad.operator import OpRecord
-    from npugrad_server.backends.base import Timings
-
-    Array = npt.NDArray[Any]
-    Scenario = Callable[[], Any]
+Array = npt.NDArray[Any]
+Scenario = Callable[[], Any]
 
 NORM = GROUP_NORM.build(n=2, c=6, hxw=64, group=2)
 LAUNCH = "calls.aclnnGroupNormBackward"

@@ -1,22 +1,18 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import closing
-from typing import TYPE_CHECKING
 
 import pytest
 
 from npugrad import OPERATORS, Product
 from npugrad.errors import DeviceError
+from npugrad.operator import OpRecord
 from npugrad.validation import validate_call
 from npugrad_server.backends.base import DeviceCall, DeviceLost, Timings
 from npugrad_server.backends.canary import Canaries, Canary, CanaryResult, canary_call
 from npugrad_server.backends.test import TestBackend
 from npugrad_server.devices import parse_device
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from npugrad.operator import OpRecord
 
 A2 = Product.ATLAS_A2
 

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from tests.derived import every_second
 from tests.server.kernels.compare import outputs_for
@@ -11,18 +13,12 @@ from tests.server.kernels.compare import outputs_for
 from npugrad import OPERATORS, OpRecord, Product
 from npugrad.call import CallOptions
 from npugrad.coordinates import CoordinateRule
+from npugrad.meta import CallMeta
 from npugrad.tolerance import compare
 from npugrad_server.backends.base import DeviceCall
 from npugrad_server.backends.cpu import CpuBackend
 from npugrad_server.backends.cpu.kernels import SETTING
 from npugrad_server.devices import parse_device
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    import numpy.typing as npt
-
-    from npugrad.meta import CallMeta
 
 
 class Watched:

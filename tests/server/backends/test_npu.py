@@ -8,14 +8,14 @@ from __future__ import annotations
 import re
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import pytest
 from tests.operators import GROUP_NORM, MSDA
-from tests.server.backends.conftest import ARENA_BYTES
+from tests.server.backends.conftest import ARENA_BYTES, NpuWorker, StartNpuWorker
 
 from npugrad.call import CallOptions
-from npugrad.meta import TensorMeta
+from npugrad.meta import CallMeta, TensorMeta
+from npugrad.operator import OpRecord
 from npugrad.ops import OPERATORS
 from npugrad.products import Product
 from npugrad_server.pool.regions import Region
@@ -31,12 +31,6 @@ from npugrad_server.worker.protocol import (
     WorkspaceFound,
 )
 from npugrad_server.worker.run_again import RunAgain
-
-if TYPE_CHECKING:
-    from tests.server.backends.conftest import NpuWorker, StartNpuWorker
-
-    from npugrad.meta import CallMeta
-    from npugrad.operator import OpRecord
 
 pytestmark = [pytest.mark.npu_sim, pytest.mark.slow]
 

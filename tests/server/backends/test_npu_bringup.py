@@ -5,19 +5,15 @@ Everything here is SIMULATED; torch_npu is the unmodified one.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import pytest
+from tests.cann_sim.build import Installation
 from tests.operators import GRID_SAMPLER, GROUP_NORM
+from tests.server.backends.conftest import StartNpuWorker
 
 from npugrad.ops import OPERATORS
 from npugrad_server.worker.protocol import CallFailed, DeviceReady, OpenFailed
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from tests.cann_sim.build import Installation
-    from tests.server.backends.conftest import StartNpuWorker
 
 pytestmark = [pytest.mark.npu_sim, pytest.mark.slow]
 

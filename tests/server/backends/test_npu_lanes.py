@@ -6,17 +6,14 @@ Everything here is SIMULATED; torch_npu is the unmodified one.
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import pytest
+from tests.cann_sim.fixtures import Ended
+from tests.cann_sim.report import Report
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from tests.cann_sim.fixtures import Ended
-    from tests.cann_sim.report import Report
-
-    Run = Callable[..., Ended]
+Run = Callable[..., Ended]
 
 pytestmark = [pytest.mark.npu_sim, pytest.mark.slow, pytest.mark.usefixtures("torch_npu")]
 

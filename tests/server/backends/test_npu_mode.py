@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
+from tests.cann_sim.fixtures import Ended
 from tests.operators import GRID_SAMPLER, GROUP_NORM, MSDA
+from tests.server.backends.conftest import NpuWorker, StartNpuWorker
 
 from npugrad.call import CallOptions
+from npugrad.meta import CallMeta
+from npugrad.operator import OpRecord
 from npugrad.releases import CannRelease
 from npugrad_server.backends.npu.mode import offer
 from npugrad_server.worker.protocol import CallDone, CallFailed
-
-if TYPE_CHECKING:
-    from tests.cann_sim.fixtures import Ended
-    from tests.server.backends.conftest import NpuWorker, StartNpuWorker
-
-    from npugrad.meta import CallMeta
-    from npugrad.operator import OpRecord
 
 ON, OFF = CallOptions(deterministic=True), CallOptions()
 NORM = GROUP_NORM.build(n=2, c=8, hxw=64, group=2)

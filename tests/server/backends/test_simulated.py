@@ -1,9 +1,10 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from npugrad import Product, get_operator
@@ -11,9 +12,6 @@ from npugrad.call import CallOptions
 from npugrad_server.backends.base import CallAbandoned, DeviceCall
 from npugrad_server.backends.test import TestBackend, TestOptions
 from npugrad_server.devices import parse_device
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
 
 RECORD = get_operator("group_norm_backward")
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -10,18 +11,14 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from npugrad.dtypes import DType
+from npugrad.meta import CallMeta
+from npugrad.operator import OpRecord
 from npugrad.tolerance import compare
+from npugrad_server.backends.cpu.kernels import Kernels
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from npugrad.meta import CallMeta
-    from npugrad.operator import OpRecord
-    from npugrad_server.backends.cpu.kernels import Kernels
-
-    Array = npt.NDArray[Any]
-    Arrays = Mapping[str, Array | None]
-    Inputs = dict[str, Array | None]
+Array = npt.NDArray[Any]
+Arrays = Mapping[str, Array | None]
+Inputs = dict[str, Array | None]
 
 DTYPES = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
 

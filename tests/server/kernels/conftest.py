@@ -5,16 +5,14 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from tests.server.kernels.driven import DrivenKernels, driver_command
 
 from npugrad_server.backends.cpu.kernels import LIBRARIES, Kernels, usable_variants
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 ROOT = Path(__file__).resolve().parents[3]
 FOLDER = "NPUGRAD_TEST_KERNELS"

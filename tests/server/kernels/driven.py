@@ -16,17 +16,15 @@ import shlex
 import struct
 import subprocess
 import threading
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import pytest
 
 from npugrad import OPERATORS
 from npugrad_server.backends.cpu.calls import Layout
 from npugrad_server.backends.cpu.kernels import ABI_VERSION, SCRATCH_BYTES, Kernels, _Bound
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 SOURCE = Path(__file__).with_name("driver.cpp")
 DRIVER = "NPUGRAD_TEST_KERNELS_DRIVER"

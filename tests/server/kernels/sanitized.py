@@ -11,15 +11,13 @@ import os
 import shutil
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from tests.server.kernels.conftest import FOLDER, ROOT, VARIANT
 from tests.server.kernels.driven import DRIVER, build_driver
 
 from npugrad_server.backends.cpu.kernels import usable_variants
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 # What Python never gives back would drown a leak of ours; calls abort where a check fails. Python's own
 # allocator would put small results side by side, with nothing between them that a check could find.

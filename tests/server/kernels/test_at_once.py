@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy.typing as npt
 import pytest
 from tests.derived import FLOATS, longer
 from tests.server.kernels.compare import assert_same_bits, computed, outputs_for
 
 from npugrad import OPERATORS
+from npugrad.meta import CallMeta
+from npugrad.operator import OpRecord
+from npugrad_server.backends.cpu.kernels import Kernels
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    import numpy.typing as npt
-
-    from npugrad.meta import CallMeta
-    from npugrad.operator import OpRecord
-    from npugrad_server.backends.cpu.kernels import Kernels
-
-    Array = npt.NDArray[Any]
-    Made = tuple[OpRecord, CallMeta, Mapping[str, Array | None]]
+Array = npt.NDArray[Any]
+Made = tuple[OpRecord, CallMeta, Mapping[str, Array | None]]
 
 # Enough tasks for all threads.
 LONG = [derived for record in OPERATORS.values() for derived in longer(record, 2**15, 2)[::2]]

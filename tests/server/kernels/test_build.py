@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from tests.server.kernels.conftest import ROOT
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 SETTING = "NPUGRAD_BUILD_KERNELS"
 FAILS = '#!/bin/sh\n[ "$1" = --version ] && exit 0\necho "no such type" >&2\nexit 1\n'

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,12 +12,10 @@ from tests.server.kernels.compare import assert_right, assert_same_bits, compute
 
 from npugrad import OPERATORS
 from npugrad.dtypes import DType
+from npugrad.meta import CallMeta
 from npugrad.operator import AttrParam
 from npugrad_server.backends.cpu.calls import Block, Layout
-
-if TYPE_CHECKING:
-    from npugrad.meta import CallMeta
-    from npugrad_server.backends.cpu.kernels import Kernels
+from npugrad_server.backends.cpu.kernels import Kernels
 
 NORM = OPERATORS["group_norm_backward"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -10,9 +10,7 @@ import numpy.typing as npt
 import pytest
 
 from npugrad.dtypes import dtype_from_name
-
-if TYPE_CHECKING:
-    from npugrad_server.backends.cpu.kernels import Kernels
+from npugrad_server.backends.cpu.kernels import Kernels
 
 NARROW = [np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
 F32 = np.dtype(np.float32)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from tests.proofs.coordinates import GridCall, attention_by_kernel, blocks, by_rule
 from tests.server.kernels.driven import DrivenKernels, driver_command
@@ -12,14 +15,8 @@ from tests.server.kernels.driven import DrivenKernels, driver_command
 from npugrad.coordinates import ATTENTION_RULES, CoordinateRule, GridAxis, attention_pixels
 from npugrad_server.backends.cpu.kernels import Kernels
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    import numpy.typing as npt
-
-    Float32Array = npt.NDArray[np.float32]
-    MakeKernels = Callable[[CoordinateRule], Kernels]
+Float32Array = npt.NDArray[np.float32]
+MakeKernels = Callable[[CoordinateRule], Kernels]
 
 pytest.importorskip("torch")  # makes identity grids
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import subprocess
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,10 +16,6 @@ from tests.server.kernels.driven import DrivenKernels, build_driver, driver_comm
 
 from npugrad import OPERATORS
 from npugrad_server.backends.cpu.kernels import Kernels, KernelUnsupported, usable_variants
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 pytestmark = pytest.mark.skipif(bool(driver_command()), reason="compares the driver with this process")
 NORM = OPERATORS["group_norm_backward"]

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy.typing as npt
 import pytest
 from tests.server.kernels.compare import DTYPES, assert_not_finite_alike, assert_right, computed, golden
 
 from npugrad import OPERATORS
-from npugrad.edges import edges
+from npugrad.dtypes import DType
+from npugrad.edges import Edge, edges
 from npugrad.layout import view
+from npugrad.meta import TensorMeta
+from npugrad.operator import OpRecord
 from npugrad.products import Product
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    from npugrad.dtypes import DType
-    from npugrad.edges import Edge
-    from npugrad.meta import TensorMeta
-    from npugrad.operator import OpRecord
-    from npugrad_server.backends.cpu.kernels import Kernels
+from npugrad_server.backends.cpu.kernels import Kernels
 
 pytestmark = pytest.mark.usefixtures("has_kernel")
 EACH = [

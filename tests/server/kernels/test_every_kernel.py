@@ -5,7 +5,8 @@ The bounds of each kernel, and what only it must not get wrong, are in its own f
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -38,14 +39,9 @@ from tests.server.kernels.compare import (
 )
 
 from npugrad.edges import NOT_FINITE
+from npugrad.operator import OpRecord, Sample
 from npugrad.ops import OPERATORS
-from npugrad_server.backends.cpu.kernels import KernelUnsupported
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from npugrad.operator import OpRecord, Sample
-    from npugrad_server.backends.cpu.kernels import Kernels
+from npugrad_server.backends.cpu.kernels import Kernels, KernelUnsupported
 
 pytestmark = pytest.mark.usefixtures("has_kernel")
 LARGEST_ERROR = 2e-6

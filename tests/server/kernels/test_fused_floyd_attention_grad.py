@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
 from tests.server.kernels.compare import (
     DTYPES,
+    Inputs,
     assert_errors_below,
     assert_right,
     assert_same_bits,
@@ -22,16 +24,8 @@ from tests.server.kernels.conftest import ROOT, VARIANTS
 
 from npugrad import OPERATORS
 from npugrad.dtypes import DType
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from tests.server.kernels.compare import Inputs
-
-    from npugrad.meta import CallMeta
-    from npugrad_server.backends.cpu.kernels import Kernels
-
+from npugrad.meta import CallMeta
+from npugrad_server.backends.cpu.kernels import Kernels
 
 FLOYD = OPERATORS["fused_floyd_attention_grad"]
 

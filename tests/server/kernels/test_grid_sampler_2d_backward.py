@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 from tests.server.kernels.compare import (
     DTYPES,
+    Array,
+    Inputs,
     assert_errors_below,
     assert_not_finite_alike,
     assert_right,
@@ -19,14 +21,9 @@ from tests.server.kernels.compare import (
 )
 
 from npugrad import OPERATORS
-
-if TYPE_CHECKING:
-    from tests.server.kernels.compare import Array, Inputs
-
-    from npugrad.dtypes import DType
-    from npugrad.meta import CallMeta
-    from npugrad_server.backends.cpu.kernels import Kernels
-
+from npugrad.dtypes import DType
+from npugrad.meta import CallMeta
+from npugrad_server.backends.cpu.kernels import Kernels
 
 GRID = OPERATORS["grid_sampler_2d_backward"]
 MODES = [

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 from tests.server.kernels.compare import (
+    Array,
+    Inputs,
     assert_errors_below,
     assert_not_finite_alike,
     assert_right,
@@ -19,13 +21,8 @@ from tests.server.kernels.compare import (
 )
 
 from npugrad import OPERATORS
-from npugrad_server.backends.cpu.kernels import KernelUnsupported
-
-if TYPE_CHECKING:
-    from tests.server.kernels.compare import Array, Inputs
-
-    from npugrad.meta import CallMeta
-    from npugrad_server.backends.cpu.kernels import Kernels
+from npugrad.meta import CallMeta
+from npugrad_server.backends.cpu.kernels import Kernels, KernelUnsupported
 
 GRID = OPERATORS["grid_sampler_3d_backward"]
 LARGEST_ERROR = 5e-7

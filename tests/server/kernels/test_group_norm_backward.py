@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 from tests.server.kernels.compare import (
     DTYPES,
+    Inputs,
     assert_errors_below,
     assert_right,
     bits_at_bounds,
@@ -19,12 +20,8 @@ from tests.server.kernels.compare import (
 
 from npugrad import OPERATORS
 from npugrad.dtypes import DType
-
-if TYPE_CHECKING:
-    from tests.server.kernels.compare import Inputs
-
-    from npugrad.meta import CallMeta
-    from npugrad_server.backends.cpu.kernels import Kernels
+from npugrad.meta import CallMeta
+from npugrad_server.backends.cpu.kernels import Kernels
 
 NORM = OPERATORS["group_norm_backward"]
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 from tests.operators import LAYER_NORM as RECORD
 from tests.server.kernels.compare import DTYPES, assert_not_finite_alike, assert_right, computed, golden
 
-if TYPE_CHECKING:
-    from npugrad.dtypes import DType
-    from npugrad_server.backends.cpu.kernels import Kernels
+from npugrad.dtypes import DType
+from npugrad_server.backends.cpu.kernels import Kernels
 
 # Rows around those at once (2 or 4) and a block (32) of them; columns around vectors (4 to 16), a block
 # of theirs (512 to 2048) and a chunk (16384).

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from tests.server.kernels.driven import driver_command
@@ -20,9 +20,6 @@ from npugrad_server.backends.cpu.kernels import (
     usable_variants,
 )
 from npugrad_server.devices import parse_device
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = pytest.mark.skipif(
     bool(driver_command()), reason="loads libraries itself: only for those of this process"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.server.kernels.compare import (
     DTYPES,
+    Inputs,
     assert_errors_below,
     assert_not_finite_alike,
     assert_right,
@@ -24,14 +25,10 @@ from tests.server.kernels.compare import (
 
 from npugrad import OPERATORS
 from npugrad.dtypes import DType
+from npugrad.meta import CallMeta
+from npugrad_server.backends.cpu.kernels import Kernels
 
-if TYPE_CHECKING:
-    from tests.server.kernels.compare import Inputs
-
-    from npugrad.meta import CallMeta
-    from npugrad_server.backends.cpu.kernels import Kernels
-
-    Levels = tuple[tuple[int, int], ...]
+Levels = tuple[tuple[int, int], ...]
 
 MSDA = OPERATORS["multi_scale_deformable_attention_grad"]
 INDICES = (DType.INT32, DType.INT64)

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from tests.derived import FLOATS, Derived, each, varied
 from tests.server.kernels.compare import assert_same_bits, computed, outputs_for
 
-if TYPE_CHECKING:
-    import numpy.typing as npt
+from npugrad_server.backends.cpu.kernels import Kernels
 
-    from npugrad_server.backends.cpu.kernels import Kernels
-
-    Array = npt.NDArray[Any]
+Array = npt.NDArray[Any]
 
 pytestmark = pytest.mark.usefixtures("has_kernel")
 CALLS = pytest.mark.parametrize("derived", list(each(varied)), ids=str)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,10 +16,6 @@ from tests.server.kernels.driven import driver_command
 
 from npugrad import OPERATORS
 from npugrad_server.backends.cpu.kernels import Kernels, _Body, _Call, _Poll
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 NORM = OPERATORS["group_norm_backward"]
 OK, CANCELLED = 0, 1

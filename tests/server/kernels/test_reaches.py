@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
+import numpy.typing as npt
 import pytest
 from tests.reaches import every_sample, masked, prove
 from tests.server.kernels.compare import computed
 from tests.server.kernels.test_at_once import LONG
 
 from npugrad.dtypes import DType
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    import numpy.typing as npt
-
-    from npugrad.meta import CallMeta
-    from npugrad.operator import OpRecord
-    from npugrad_server.backends.cpu.kernels import Kernels
-
+from npugrad.meta import CallMeta
+from npugrad.operator import OpRecord
+from npugrad_server.backends.cpu.kernels import Kernels
 
 LARGER = [pytest.param(derived.record, derived.call(), id=str(derived)) for derived in LONG]
 """Of more than one block and task."""

@@ -7,11 +7,13 @@ import os
 import threading
 import time
 from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from tests.calls import cpu_results
 
@@ -21,12 +23,7 @@ from npugrad.layout import content
 from npugrad_server.devices import resolve
 from npugrad_server.pool import DevicePool, Outcome, PlannedCall, PoolObserver, PoolSettings
 
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping
-
-    import numpy.typing as npt
-
-    Arrays = Mapping[str, npt.NDArray[Any] | None]
+Arrays = Mapping[str, npt.NDArray[Any] | None]
 
 SETTINGS = PoolSettings(
     devices=("cpu:0",),

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
-from tests.server.pool.test_scheduler_properties import SchedulerWorld
+from tests.server.pool.pool_calls import Planned
+from tests.server.pool.test_scheduler_properties import Call, SchedulerWorld
 
+from npugrad_server.pool.commands import FailCall, StartCall
+from npugrad_server.pool.forecast import Prediction
 from npugrad_server.pool.run_times import STALE_S, WorkSize
+from npugrad_server.pool.state import WorkerState
 from npugrad_server.pool.types import DeviceState
-
-if TYPE_CHECKING:
-    import random
-    from collections.abc import Iterable
-
-    from tests.server.pool.pool_calls import Planned
-    from tests.server.pool.test_scheduler_properties import Call
-
-    from npugrad_server.pool.commands import FailCall, StartCall
-    from npugrad_server.pool.forecast import Prediction
-    from npugrad_server.pool.state import WorkerState
 
 SECONDS = {10: 0.2, 20: 2.0}
 """How long calls run, by logarithm of their size, but for a tenth."""

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import socket
 import sys
-from typing import TYPE_CHECKING
 
 from npugrad_server.worker.descendants import leave
 from npugrad_server.worker.loop import Worker
+from npugrad_server.worker.protocol import Message
 from npugrad_server.worker.run_again import RunAgain
-
-if TYPE_CHECKING:
-    from npugrad_server.worker.protocol import Message
 
 
 class ForgetfulWorker(Worker):

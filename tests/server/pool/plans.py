@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from npugrad_server.pool import PlannedCall
+from npugrad_server.pool import PlannedCall
 
 
 def altered(planned: PlannedCall, **changes: Any) -> PlannedCall:

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from npugrad_server.pool.regions import ALIGNMENT, aligned
+from tests.server.pool.test_scheduler_properties import Call
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from tests.server.pool.test_scheduler_properties import Call
-
-    from npugrad_server.pool.admission import Demand
-    from npugrad_server.pool.regions import Region
-    from npugrad_server.pool.tenant import Tenant
+from npugrad_server.pool.admission import Demand
+from npugrad_server.pool.regions import ALIGNMENT, Region, aligned
+from npugrad_server.pool.tenant import Tenant
 
 
 @dataclass(frozen=True)

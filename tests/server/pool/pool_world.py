@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import random
 from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tests.server.pool.deadline_world import DeadlineWorld
 from tests.server.pool.pool_calls import Plan, Planned, has_gap, told
@@ -32,6 +33,7 @@ from npugrad_server.pool.admission import AdmissionControl, Demand, RegionLayout
 from npugrad_server.pool.call_lifecycle import EXHAUSTION_REASONS, SUSPECT_ATTEMPTS
 from npugrad_server.pool.circuit_breaker import OPEN_S
 from npugrad_server.pool.commands import (
+    Command,
     FailCall,
     Failure,
     PostponeCall,
@@ -42,15 +44,9 @@ from npugrad_server.pool.commands import (
 )
 from npugrad_server.pool.device_memory import workspace_footprint
 from npugrad_server.pool.regions import aligned
-from npugrad_server.pool.state import CallState
+from npugrad_server.pool.state import CallState, WorkerState
 from npugrad_server.pool.tenant import Tenant
 from npugrad_server.pool.types import DeviceState, PoolSettings
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from npugrad_server.pool.commands import Command
-    from npugrad_server.pool.state import WorkerState
 
 Event = tuple[str, int]
 

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
+from tests.server.pool.pool_calls import Planned
 from tests.server.pool.test_scheduler_properties import SchedulerWorld
 
-from npugrad_server.pool.regions import EMPTY
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from tests.server.pool.pool_calls import Planned
-
-    from npugrad_server.pool.admission import AdmissionControl
-    from npugrad_server.pool.quotas import TenantUse
-    from npugrad_server.pool.regions import Region
-    from npugrad_server.pool.tenant import Tenant
+from npugrad_server.pool.admission import AdmissionControl
+from npugrad_server.pool.quotas import TenantUse
+from npugrad_server.pool.regions import EMPTY, Region
+from npugrad_server.pool.tenant import Tenant
 
 
 class QuotaWorld(SchedulerWorld):

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Sequence
+from typing import TypeVar
 
 from npugrad import Product
 from npugrad_server.pool.commands import (
+    Command,
     SpawnWorker,
     StartCall,
     WorkerSpec,
 )
 from npugrad_server.pool.scheduler import Scheduler
 from npugrad_server.pool.types import PoolSettings
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from npugrad_server.pool.commands import Command
 
 C = TypeVar("C")
 

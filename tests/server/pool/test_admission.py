@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from tests.server.pool.plans import altered
@@ -12,14 +12,12 @@ from npugrad import OPERATORS, Product, TensorMeta
 from npugrad.errors import CallTooLarge, DeadlineExceeded, ServerBusy
 from npugrad.validation import validate_call
 from npugrad_server.pool.admission import AdmissionControl, check_fits, demand_of
+from npugrad_server.pool.forecast import Forecast
 from npugrad_server.pool.regions import ALIGNMENT
 from npugrad_server.pool.run_times import STALE_S, work_size_of
 from npugrad_server.pool.state import CallState
 from npugrad_server.pool.tenant import Tenant
 from npugrad_server.pool.types import PoolSettings
-
-if TYPE_CHECKING:
-    from npugrad_server.pool.forecast import Forecast
 
 SETTINGS = PoolSettings(
     devices=("cpu:0", "cpu:1"),

@@ -6,15 +6,12 @@ import os
 import subprocess
 import sys
 import threading
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import pytest
 
 from npugrad_server.pool.arena import Arena, InputArena, OutputArena
 from npugrad_server.pool.regions import Region
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 MIB = 1 << 20
 

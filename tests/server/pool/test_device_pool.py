@@ -5,24 +5,19 @@ import mmap
 import os
 import signal
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from tests.calls import cpu_backend
 from tests.server.pool.plans import altered
 
 from npugrad import TensorMeta
+from npugrad.call import ExecutionInfo
 from npugrad.errors import CallTooLarge, DeadlineExceeded, ServerBusy, ServerDraining
-from npugrad_server.pool import DeviceState, PoolObserver
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
-    import numpy.typing as npt
-
-    from npugrad.call import ExecutionInfo
-    from npugrad_server.pool import DevicePool, DeviceStatus, PlannedCall
+from npugrad_server.pool import DevicePool, DeviceState, DeviceStatus, PlannedCall, PoolObserver
 
 pytestmark = pytest.mark.slow
 

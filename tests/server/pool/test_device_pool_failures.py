@@ -11,8 +11,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -24,13 +25,8 @@ from npugrad.errors import (
     ServerBusy,
     WorkerLost,
 )
-from npugrad_server.pool import DeviceState, PoolObserver
+from npugrad_server.pool import DevicePool, DeviceState, DeviceStatus, PlannedCall, PoolObserver
 from npugrad_server.worker.descendants import processes
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable
-
-    from npugrad_server.pool import DevicePool, DeviceStatus, PlannedCall
 
 pytestmark = pytest.mark.slow
 

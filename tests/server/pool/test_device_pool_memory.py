@@ -7,18 +7,14 @@ import os
 import signal
 import time
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 
 from npugrad.errors import CallTooLarge, DeadlineExceeded, DeviceOutOfMemory
-from npugrad_server.pool import DeviceState, PoolObserver
+from npugrad_server.pool import DevicePool, DeviceState, PlannedCall, PoolObserver
 from npugrad_server.pool.admission import demand_of
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
-    from npugrad_server.pool import DevicePool, PlannedCall
 
 pytestmark = pytest.mark.slow
 

@@ -5,27 +5,21 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from npugrad.errors import DeviceOutOfMemory
-from npugrad_server.pool import CallPlan, PlannedCall
+from npugrad_server.pool import CallPlan, DevicePool, PlannedCall
 from npugrad_server.pool.process import WorkerProcess
 from npugrad_server.pool.sent_plans import MOST_PLANS, SentPlans
-from npugrad_server.worker.protocol import AbandonCall, ForgetPlan, RunCall
+from npugrad_server.worker.protocol import AbandonCall, ForgetPlan, Message, RunCall
 from npugrad_server.worker.run_again import RunAgain
 from npugrad_server.worker.verifier import NAME as VERIFIER
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import numpy.typing as npt
-
-    from npugrad_server.pool import DevicePool
-    from npugrad_server.worker.protocol import Message
 
 pytestmark = pytest.mark.slow
 

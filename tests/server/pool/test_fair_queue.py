@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import example, given, settings
@@ -12,9 +12,6 @@ from hypothesis import strategies as st
 
 from npugrad_server.pool.fair_queue import MAX_TENANTS, FairQueue
 from npugrad_server.pool.tenant import NOBODY, Tenant
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 
 @dataclass

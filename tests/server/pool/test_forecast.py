@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from typing import TYPE_CHECKING
 
 import pytest
 from tests.server.pool.scheduling import finish, of, open_scheduler, started
 
-from npugrad_server.pool.commands import FailCall, StartCall
+from npugrad_server.pool.commands import Command, FailCall, StartCall
 from npugrad_server.pool.forecast import Forecast
 from npugrad_server.pool.placement import EligibilityTable
 from npugrad_server.pool.run_times import STALE_S, WorkSize
+from npugrad_server.pool.scheduler import Scheduler
 from npugrad_server.pool.state import CallState
 from npugrad_server.pool.tenant import Tenant
-
-if TYPE_CHECKING:
-    from npugrad_server.pool.commands import Command
-    from npugrad_server.pool.scheduler import Scheduler
 
 WORK = WorkSize(("op", "float32", 10), math.log(1000))
 KIND = ("op", False)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from tests.proofs.model_check import checked
@@ -13,9 +14,6 @@ from npugrad_server.pool.call_lifecycle import CallLifecycle
 from npugrad_server.pool.fair_queue import FairQueue
 from npugrad_server.pool.placement import Placement
 from npugrad_server.pool.regions import RegionAllocator
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 @pytest.mark.slow

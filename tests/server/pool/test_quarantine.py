@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.server.pool.conftest import make_job
 from tests.server.pool.scheduling import SETTINGS, of, open_scheduler, started
 
-from npugrad_server.pool import DeviceState, PoolObserver
+from npugrad_server.pool import DevicePool, DeviceState, DeviceStatus, PoolObserver
 from npugrad_server.pool.commands import (
+    Command,
     CompleteCall,
     DeviceMismatch,
     Failure,
@@ -23,16 +25,10 @@ from npugrad_server.pool.commands import (
     StartCanary,
 )
 from npugrad_server.pool.quarantine import MISMATCH_WINDOW_S
+from npugrad_server.pool.scheduler import Scheduler
 from npugrad_server.pool.state import CallState
 from npugrad_server.pool.worker_lifecycle import TRIAL_ROUNDS
 from npugrad_server.worker.canary_messages import CanaryRun
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from npugrad_server.pool import DevicePool, DeviceStatus
-    from npugrad_server.pool.commands import Command
-    from npugrad_server.pool.scheduler import Scheduler
 
 INTERVAL_S = 40.0
 CANARIES = 2

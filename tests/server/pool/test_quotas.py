@@ -7,19 +7,17 @@ import os
 import signal
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from tests.server.pool.conftest import until
 from tests.server.pool.scheduling import SETTINGS, open_scheduler
 
 from npugrad.errors import CallTooLarge, ServerBusy
+from npugrad_server.pool import DevicePool
 from npugrad_server.pool.admission import AdmissionControl, demand_of
 from npugrad_server.pool.quotas import MAX_IDLE, Quotas
 from npugrad_server.pool.tenant import Tenant
-
-if TYPE_CHECKING:
-    from npugrad_server.pool import DevicePool
 
 HOG, SMALL, HEAVY = Tenant("hog"), Tenant("small"), Tenant("heavy", 4.0)
 

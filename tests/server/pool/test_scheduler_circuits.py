@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from tests.server.pool.scheduling import SETTINGS, finish, of, open_scheduler, started
@@ -13,6 +13,7 @@ from npugrad_server.pool.call_lifecycle import TRIAL_GRACE_S
 from npugrad_server.pool.circuit_breaker import OPEN_S
 from npugrad_server.pool.commands import (
     CircuitChanged,
+    Command,
     CompleteCall,
     FailCall,
     Failure,
@@ -21,13 +22,10 @@ from npugrad_server.pool.commands import (
     RequeueCall,
     StartCall,
 )
+from npugrad_server.pool.scheduler import Scheduler
 from npugrad_server.pool.state import CallState
 from npugrad_server.pool.tenant import Tenant
 from npugrad_server.pool.types import DeviceState
-
-if TYPE_CHECKING:
-    from npugrad_server.pool.commands import Command
-    from npugrad_server.pool.scheduler import Scheduler
 
 GRACE_S = SETTINGS.hang_grace_s
 

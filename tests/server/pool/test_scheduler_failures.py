@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from tests.server.pool.scheduling import SETTINGS, of, open_scheduler, started
 
 from npugrad_server.backends.base import RestartPolicy
 from npugrad_server.pool.commands import (
+    Command,
     FailCall,
     Failure,
     KillWorker,
@@ -21,9 +22,6 @@ from npugrad_server.pool.commands import (
 from npugrad_server.pool.scheduler import Scheduler
 from npugrad_server.pool.state import CallState
 from npugrad_server.pool.types import DeviceState
-
-if TYPE_CHECKING:
-    from npugrad_server.pool.commands import Command
 
 
 def fail_under(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tests.server.pool.scheduling import SETTINGS, finish, of, open_scheduler, started
 
 from npugrad_server.pool.commands import (
+    Command,
     FailCall,
     PostponeCall,
     ReleaseCall,
@@ -18,10 +19,6 @@ from npugrad_server.pool.placement import MAX_OVERTAKEN
 from npugrad_server.pool.scheduler import Scheduler
 from npugrad_server.pool.state import CallState
 from npugrad_server.worker.protocol import AbandonCall, WorkspaceGranted, WorkspaceRefused
-
-if TYPE_CHECKING:
-    from npugrad_server.pool.commands import Command
-
 
 BLOCK = 512
 """What device memory is counted in; a workspace takes 32 bytes more than it has."""

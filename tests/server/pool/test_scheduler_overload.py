@@ -6,9 +6,10 @@ import heapq
 import math
 import random
 from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from tests.server.pool.scheduling import SETTINGS, open_scheduler
@@ -16,15 +17,10 @@ from tests.server.pool.scheduling import SETTINGS, open_scheduler
 from npugrad.call import CallOptions
 from npugrad.errors import ServerBusy
 from npugrad_server.pool.admission import AdmissionControl, Demand, RegionLayout
-from npugrad_server.pool.commands import FailCall, StartCall
+from npugrad_server.pool.commands import Command, FailCall, StartCall
 from npugrad_server.pool.run_times import WorkSize
 from npugrad_server.pool.state import CallState
 from npugrad_server.pool.tenant import Tenant
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from npugrad_server.pool.commands import Command
 
 DEVICES, RUN_S, OVERLOAD, DEADLINE_S = 2, 0.04, 5.0, 2.0
 TENANTS = tuple(Tenant(name, weight) for name, weight in (("light", 1.0), ("middle", 2.0), ("heavy", 4.0)))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import pytest
 from tests.server.pool.scheduling import SETTINGS, of
@@ -11,6 +11,7 @@ from tests.server.pool.scheduling import SETTINGS, of
 from npugrad_server.backends.base import RestartPolicy
 from npugrad_server.pool.call_lifecycle import EXHAUSTION_REASONS
 from npugrad_server.pool.commands import (
+    Command,
     CompleteCall,
     FailCall,
     Failure,
@@ -27,11 +28,6 @@ from npugrad_server.pool.scheduler import Scheduler
 from npugrad_server.pool.state import CallState
 from npugrad_server.pool.types import DeviceState, PoolSettings
 from npugrad_server.worker.protocol import WorkspaceRefused
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from npugrad_server.pool.commands import Command
 
 WHY = "its first try failed"
 ONCE = "CANN 8.5.0 reads the option once"

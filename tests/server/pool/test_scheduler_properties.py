@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -16,6 +16,7 @@ from npugrad_server.pool.call_lifecycle import EXHAUSTION_REASONS, SUSPECT_ATTEM
 from npugrad_server.pool.circuit_breaker import OPEN_S
 from npugrad_server.pool.commands import (
     CircuitChanged,
+    Command,
     CompleteCall,
     FailCall,
     Failure,
@@ -31,17 +32,11 @@ from npugrad_server.pool.commands import (
 )
 from npugrad_server.pool.device_memory import workspace_footprint
 from npugrad_server.pool.scheduler import Scheduler
-from npugrad_server.pool.state import CallState
+from npugrad_server.pool.state import CallState, WorkerState
 from npugrad_server.pool.tenant import Tenant
 from npugrad_server.pool.types import DeviceState, PoolSettings
 from npugrad_server.pool.worker_lifecycle import SLOWEST_S, STARTS_AT_ONCE, TURN_S
 from npugrad_server.worker.protocol import AbandonCall, WorkspaceGranted, WorkspaceRefused
-
-if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
-
-    from npugrad_server.pool.commands import Command
-    from npugrad_server.pool.state import WorkerState
 
 ARENA, MEMORY, ATTEMPTS = 256, 100, 3
 DEVICE = 8 * 512

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
-from typing import TYPE_CHECKING
+
+from tests.server.pool.conftest import Job, RunPool
 
 from npugrad.timeline import serialize_marks
+from npugrad_server.pool import DevicePool
 from npugrad_server.pool.commands import StartCall
 from npugrad_server.pool.tenant import Tenant
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from tests.server.pool.conftest import Job, RunPool
-
-    from npugrad_server.pool import DevicePool
 
 GRPC_METADATA_BYTES = 8 * 1024
 """What gRPC takes of metadata by default; with more, a call that went well would fail."""

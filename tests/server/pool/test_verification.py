@@ -6,23 +6,19 @@ import asyncio
 import os
 import signal
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from npugrad.errors import DeadlineExceeded, DeviceError
-from npugrad_server.pool import DeviceState, PoolObserver
+from npugrad_server.pool import DevicePool, DeviceState, PoolObserver
 from npugrad_server.pool.verification import Verification
 from npugrad_server.worker.descendants import processes
 from npugrad_server.worker.verifier import NAME
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from npugrad_server.pool import DevicePool
 
 pytestmark = pytest.mark.slow
 

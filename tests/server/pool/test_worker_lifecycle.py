@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from tests.server.pool.scheduling import SETTINGS, of, open_scheduler, started
 
 from npugrad_server.backends.base import RestartPolicy
 from npugrad_server.pool.commands import (
+    Command,
     FailCall,
     Failure,
     KillWorker,
@@ -18,15 +20,9 @@ from npugrad_server.pool.commands import (
     WorkerSpec,
 )
 from npugrad_server.pool.scheduler import Scheduler
-from npugrad_server.pool.state import CallState
+from npugrad_server.pool.state import CallState, WorkerState
 from npugrad_server.pool.types import DeviceState
 from npugrad_server.pool.worker_lifecycle import SLOWEST_S
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from npugrad_server.pool.commands import Command
-    from npugrad_server.pool.state import WorkerState
 
 QUICKEST, QUICK = SETTINGS.respawn_backoff_s, SETTINGS.respawn_backoff_max_s
 MOST = SETTINGS.max_respawns

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import structlog
@@ -14,10 +15,6 @@ from tests.server.pool.conftest import until
 from npugrad_server.config import ServerSettings
 from npugrad_server.rpc.certificates import LiveCertificates
 from npugrad_server.tls import TlsFilesError
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
 
 AUTHORITY = trustme.CA()
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -17,9 +18,6 @@ from npugrad_server.pool.tenant import NOBODY, Tenant
 from npugrad_server.rpc.front_memory import FrontLimits, FrontMemory
 from npugrad_server.rpc.front_metrics import FrontCollector
 from npugrad_server.rpc.rpc_call import RpcCall
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 MESSAGE = LEAST_MESSAGE_BYTES
 LATER_S = 1e9

@@ -6,9 +6,10 @@ import asyncio
 import gc
 import json
 import weakref
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import grpc.aio
 import pytest
@@ -18,6 +19,7 @@ from tests.http2 import frame, message, start_call
 
 from npugrad.errors import (
     DeviceError,
+    ErrorDetails,
     InvalidOperand,
     MalformedTensor,
     NpugradError,
@@ -30,16 +32,10 @@ from npugrad.status import MAX_STATUS_BYTES, decode_status
 from npugrad.v1 import server_pb2
 from npugrad_server.metrics import Metrics
 from npugrad_server.rpc import rpc_call
-from npugrad_server.rpc.funnel import REQUEST_ID_KEY, Funnel
+from npugrad_server.rpc.funnel import REQUEST_ID_KEY, Funnel, RpcCall
 from npugrad_server.rpc.identity import Identities
 from npugrad_server.rpc.register import register
 from npugrad_server.tenants import LiveTenants
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
-
-    from npugrad.errors import ErrorDetails
-    from npugrad_server.rpc.funnel import RpcCall
 
 SERVICE = server_pb2.DESCRIPTOR.services_by_name["ServerService"]
 METHOD = f"/{SERVICE.full_name}/GetServerInfo"

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 import grpc.aio
 import pytest
@@ -9,9 +10,6 @@ from grpc_health.v1 import health_pb2
 
 from npugrad_server.pool import DeviceState, DeviceStatus
 from npugrad_server.rpc.health import LIVENESS, Health, register_health
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 

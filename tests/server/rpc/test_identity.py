@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 import grpc.aio
 import pytest
 from grpc_status import rpc_status
+from tests.fix_tls import Certificates
 
 from npugrad.status import decode_status
 from npugrad.v1 import server_pb2
 from npugrad_server.metrics import Metrics
-from npugrad_server.rpc.funnel import Funnel
+from npugrad_server.rpc.funnel import Funnel, RpcCall
 from npugrad_server.rpc.identity import Identities
 from npugrad_server.rpc.register import register
 from npugrad_server.tenants import LiveTenants, parse_tenants
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from tests.fix_tls import Certificates
-
-    from npugrad_server.rpc.funnel import RpcCall
 
 SERVICE = server_pb2.DESCRIPTOR.services_by_name["ServerService"]
 METHOD = f"/{SERVICE.full_name}/GetServerInfo"

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -19,9 +20,6 @@ from npugrad_server.rpc.pace import PaceLimits
 from npugrad_server.rpc.register import register
 from npugrad_server.rpc.streaming import Frames
 from npugrad_server.rpc.upload import Upload
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
 
 RECORD = get_operator("group_norm_backward")
 GRAD_OUT, INPUT, MEAN = (RECORD.param_index(name) for name in ("grad_out", "input", "mean"))

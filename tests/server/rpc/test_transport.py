@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc.aio
 import pytest
@@ -12,9 +13,6 @@ from tests.http2 import ACK, GOAWAY, HEADERS, PING, PREFACE, SETTINGS, frame, me
 
 from npugrad_server.config import LEAST_MESSAGE_BYTES, ServerSettings
 from npugrad_server.rpc.transport import ping_options, server_options
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterable
 
 TIMEOUT_S = 30
 PATH = b"/test/Wait"

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
+from npugrad.errors import ServerBusy
 from npugrad.frames import Chunk
 from npugrad_server.rpc.front_memory import FrontLimits, FrontMemory
 from npugrad_server.rpc.rpc_call import RpcCall
 from npugrad_server.rpc.unsent import UnsentReply
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from npugrad.errors import ServerBusy
 
 CONTENT = bytes(range(256)) * 4
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -14,14 +14,12 @@ from npugrad_server.backends.base import CallAbandoned, CallPostponed
 from npugrad_server.worker.call import WorkerCall
 from npugrad_server.worker.protocol import (
     AbandonCall,
+    Message,
     NeedWorkspace,
     RunCall,
     WorkspaceGranted,
     WorkspaceRefused,
 )
-
-if TYPE_CHECKING:
-    from npugrad_server.worker.protocol import Message
 
 
 def order(**changes: Any) -> RunCall:

@@ -1,9 +1,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,8 +13,17 @@ from npugrad import OPERATORS, Format, Product, TensorMeta, get_operator
 from npugrad.call import CallOptions
 from npugrad.errors import DeviceError, NpugradError, OperatorError, UnsafeLevels
 from npugrad.layout import view
-from npugrad.operator import TensorParam
-from npugrad_server.backends.base import Backend, CallAbandoned, CallPostponed, DeviceLost, Timings, unheard
+from npugrad.operator import OpRecord, TensorParam
+from npugrad_server.backends.base import (
+    Backend,
+    CallAbandoned,
+    CallPostponed,
+    DeviceCall,
+    DeviceLost,
+    Timings,
+    unheard,
+)
+from npugrad_server.devices import DeviceName
 from npugrad_server.pool.arena import InputArena, OutputArena
 from npugrad_server.pool.regions import Region
 from npugrad_server.worker.call import WorkerCall
@@ -22,21 +32,15 @@ from npugrad_server.worker.execute import execute as execute_talk
 from npugrad_server.worker.plans import WorkerPlan
 from npugrad_server.worker.protocol import (
     AbandonCall,
+    CallAnswer,
     CallDeferred,
     CallDone,
     CallFailed,
+    Message,
     OpenDevice,
     RunCall,
 )
 from npugrad_server.worker.run_again import RunAgain
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-
-    from npugrad.operator import OpRecord
-    from npugrad_server.backends.base import DeviceCall
-    from npugrad_server.devices import DeviceName
-    from npugrad_server.worker.protocol import CallAnswer, Message
 
 SIZE = 1 << 16
 

@@ -7,10 +7,10 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -47,9 +47,6 @@ from npugrad_server.worker.protocol import (
     WorkspaceRefused,
 )
 from npugrad_server.worker.run_again import RunAgain
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 pytestmark = pytest.mark.slow
 

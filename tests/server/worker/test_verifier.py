@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import socket
 import threading
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,9 +19,6 @@ from npugrad_server.pool.regions import Region
 from npugrad_server.worker.packets import MAX_MESSAGE_BYTES, decode, encode
 from npugrad_server.worker.protocol import CallDone, CallFailed, OpenDevice, RunCall
 from npugrad_server.worker.verifier import NAME, Verifier
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 SIZE = 1 << 16
 RECORD = get_operator("group_norm_backward")
