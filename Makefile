@@ -317,6 +317,10 @@ prove-monitoring: $(STAMP_KERNELS) ## Test the alerts and the dashboard on a liv
 prove-loop-time: $(STAMP_KERNELS) ## Measure the longest event-loop callback: streams of 256 MiB, the largest messages, hostile ones
 	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m tests.proofs.loop_time $(ARGS)
 
+.PHONY: prove-calm
+prove-calm: $(STAMP_KERNELS) ## Run make test-all while all its processes stand still for 0.3 to 2.5 s every 14 s
+	$(BIN)/python -m tests.proofs.stalls $(MAKE) test-all ARGS='$(ARGS)'
+
 .PHONY: prove-faults
 prove-faults: $(STAMP_KERNELS) ## Plant 60 faults in this checkout, one at a time, and list which test notices each; hours; ARGS="--stage importing"
 	$(BIN)/python -m tests.faults $(ARGS)
