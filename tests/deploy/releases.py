@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -79,20 +79,21 @@ def values_of(profile: str, *others: dict[str, Any]) -> dict[str, Any]:
     """The values of a profile, with others on top of them as Helm lays them."""
     values: dict[str, Any] = yaml.safe_load((CHART / "profiles" / f"{profile}.yaml").read_text("utf-8"))
     for other in others:
-        values = _laid_on(values, other)
+        values = laid_on(values, other)
     return values
 
 
-def _laid_on(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+def laid_on(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """Values on top of others, as Helm lays them."""
     nested = {
-        key: _laid_on(below[key], value)
+        key: laid_on(below[key], value)
         for key, value in above.items()
         if isinstance(value, dict) and isinstance(below.get(key), dict)
     }
     return {**below, **above, **nested}
 
 
-@lru_cache(maxsize=1)
+@cache
 def chart() -> Chart:
     """The chart; loaded once, as nothing changes it."""
     return Chart.load(CHART)
@@ -119,6 +120,42 @@ def render(values: dict[str, Any], namespace: str = NAMESPACE) -> Documents:
 
 def settings_of(command: str, arguments: list[str]) -> ServerSettings:
     """The settings that the arguments of one command give, read by its own command line; nothing is run."""
-    group: Any = get_command(app)
-    given = group.commands[command].make_context(command, list(arguments)).params
+    given = _commands().commands[command].make_context(command, list(arguments)).params
     return ServerSettings.model_validate({name: value for name, value in given.items() if value is not None})
+
+
+@cache
+def _commands() -> Any:
+    return get_command(app)
+
+
+class Release:
+    """What an install of a profile makes, with other values on top; nothing of it is changed by who looks."""
+
+    def __init__(self, profile: str, *others: dict[str, Any]) -> None:
+        self.profile, self._others = profile, others
+        self.objects = render(values_of(profile, *others))
+        self.deployment = self.objects["Deployment", NAME]
+        self.pod: dict[str, Any] = self.deployment["spec"]["template"]["spec"]
+        (self.server,) = self.pod["containers"]
+
+    def __repr__(self) -> str:
+        return f"Release({self.profile}, {', '.join(map(str, self._others))})"
+
+    @property
+    def kind(self) -> str:
+        """Of its devices."""
+        return "cpu" if self.profile == "cpu" else "npu"
+
+    @cached_property
+    def settings(self) -> ServerSettings:
+        """Those that the arguments give the server, read by its own command line."""
+        assert "command" not in self.server, "the image's entrypoint is npugrad-server"
+        command, *arguments = self.server["args"]
+        return settings_of(command, arguments)
+
+
+@cache
+def release(profile: str, features: str = "plain") -> Release:
+    """The release of a profile with a set of features."""
+    return Release(profile, FEATURES[features])

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 from tests.deploy.prometheus_tools import program
-from tests.deploy.releases import CHART, ROOT, render, values_of
+from tests.deploy.releases import CHART, ROOT, Release
 from tests.fix_server import run_server
 from tests.fix_tls import Certificates
 
 from npugrad._tools.metrics_table import all_metrics
 
 RULES = CHART / "files" / "npugrad.rules.yaml"
-TESTS = ROOT / "tests" / "deploy" / "npugrad.rules.test.yaml"
+# As text: to YAML, 0x20 is a number, and to promtool twenty more zeros.
+CASES = yaml.load(
+    Path(__file__).with_name("npugrad.rules.test.yaml").read_text("utf-8"), Loader=yaml.BaseLoader
+)
 _TOOL_S = 60
 
 
@@ -30,45 +35,64 @@ ALERTS = {rule["alert"]: rule for rule in rules() if "alert" in rule}
 
 
 def _promtool(*arguments: object) -> str:
-    done = subprocess.run(
-        [program("promtool"), *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=_TOOL_S,
-        check=False,
-    )
+    command = [program("promtool"), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_TOOL_S, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def _case_of_promtool(case: dict[str, Any]) -> dict[str, Any]:
+    """A case of ours as promtool has it."""
+    alerts = []
+    for alert in case.get("alerts", ()):
+        name, link = alert["alert"], f"docs/guides/operating.md#{alert['alert'].lower()}"
+        for time, fires in alert["fires"].items():
+            told = {"summary": alert.get("summary"), "runbook_url": link}
+            firing = [{"exp_labels": alert["labels"], "exp_annotations": told}] if fires == "true" else []
+            alerts.append({"alertname": name, "eval_time": time, "exp_alerts": firing})
+    expressions = [
+        {
+            "expr": each["expr"],
+            "eval_time": each["at"],
+            "exp_samples": [{"labels": each["labels"], "value": float(each["value"])}],
+        }
+        for each in case.get("expressions", ())
+    ]
+    return {
+        "name": case["name"],
+        "interval": case.get("interval", "1m"),
+        "input_series": [{"series": name, "values": values} for name, values in case["series"].items()],
+        "alert_rule_test": alerts,
+        "promql_expr_test": expressions,
+    }
 
 
 def test_promtool_finds_nothing_wrong_with_the_rules() -> None:
     assert f"{len(rules())} rules found" in _promtool("check", "rules", RULES)
 
 
-def test_every_alert_fires_and_resolves_as_its_test_says() -> None:
-    assert "SUCCESS" in _promtool("test", "rules", TESTS)
+def test_every_alert_fires_and_resolves_as_its_test_says(tmp_path: Path) -> None:
+    tests = [_case_of_promtool(case) for case in CASES]
+    made = {"rule_files": [str(RULES)], "evaluation_interval": "1m", "tests": tests}
+    (tmp_path / "tests.yaml").write_text(json.dumps(made))
+    assert "SUCCESS" in _promtool("test", "rules", tmp_path / "tests.yaml")
 
 
 def test_joins_that_are_tested_are_those_of_the_page() -> None:
     page = " ".join((ROOT / "docs/guides/operating.md").read_text("utf-8").split())
-    groups = yaml.safe_load(TESTS.read_text("utf-8"))["tests"]
-    joins = [case["expr"] for group in groups for case in group.get("promql_expr_test", ())]
+    joins = [each["expr"] for case in CASES for each in case.get("expressions", ())]
     assert sum("npu_chip_info" in expr for expr in joins) == 3
     assert all(" ".join(expr.split()) in page for expr in joins if "npu_chip_info" in expr)
 
 
-@pytest.mark.parametrize("alert", ALERTS)
-def test_no_alert_is_without_a_test_of_firing_and_resolving(alert: str) -> None:
-    cases = [
-        (str(case["eval_time"]), bool(case["exp_alerts"]))
-        for group in yaml.safe_load(TESTS.read_text("utf-8"))["tests"]
-        for case in group.get("alert_rule_test", ())
-        if case["alertname"] == alert
-    ]
-    fires = [firing for _, firing in cases]
-    assert fires[0] is False, "before"
-    assert True in fires
-    assert fires[-1] is False, "after"
+def test_every_alert_has_a_test_of_firing_and_resolving_and_a_paragraph_in_the_runbook() -> None:
+    for name, rule in ALERTS.items():
+        tested = (alert for case in CASES for alert in case.get("alerts", ()) if alert["alert"] == name)
+        fires = [firing for alert in tested for firing in alert["fires"].values()]
+        assert (fires[0], "true" in fires, fires[-1]) == ("false", True, "false"), name
+        page, _, anchor = rule["annotations"]["runbook_url"].partition("#")
+        assert anchor == name.lower()
+        assert f"\n### {name}\n" in (ROOT / page).read_text("utf-8")
 
 
 @pytest.fixture(scope="module")
@@ -109,28 +133,16 @@ def test_what_the_rules_ask_for_is_on_the_page(page: str) -> None:
         assert plain <= known, rule
 
 
-@pytest.mark.parametrize("alert", ALERTS)
-def test_every_alert_has_its_paragraph_in_the_runbook(alert: str) -> None:
-    page, _, anchor = ALERTS[alert]["annotations"]["runbook_url"].partition("#")
-    assert anchor == alert.lower()
-    assert f"\n### {alert}\n" in (ROOT / page).read_text("utf-8")
-
-
 def test_the_chart_brings_the_same_rules() -> None:
-    values = values_of(
-        "mindcluster", {"prometheusRule": {"enabled": True, "labels": {"release": "prometheus"}}}
-    )
-    (found,) = (made for (kind, _), made in render(values).items() if kind == "PrometheusRule")
+    def rule_of(profile: str, **values: object) -> dict[str, Any]:
+        objects = Release(profile, {"prometheusRule": {"enabled": True, **values}}).objects
+        (found,) = (made for (kind, _), made in objects.items() if kind == "PrometheusRule")
+        return found
+
+    found = rule_of("mindcluster", labels={"release": "prometheus"})
     assert found["spec"] == yaml.safe_load(RULES.read_text("utf-8"))
     assert found["metadata"]["labels"]["release"] == "prometheus"
-    elsewhere = {"prometheusRule": {"enabled": True, "runbook": "https://wiki.example/npugrad"}}
-    (moved,) = (
-        made for (kind, _), made in render(values_of("cpu", elsewhere)).items() if kind == "PrometheusRule"
-    )
-    links = {
-        rule["annotations"]["runbook_url"].partition("#")[0]
-        for group in moved["spec"]["groups"]
-        for rule in group["rules"]
-        if "alert" in rule
-    }
+    moved = rule_of("cpu", runbook="https://wiki.example/npugrad")["spec"]["groups"]
+    alerts = [rule for group in moved for rule in group["rules"] if "alert" in rule]
+    links = {rule["annotations"]["runbook_url"].partition("#")[0] for rule in alerts}
     assert links == {"https://wiki.example/npugrad"}
