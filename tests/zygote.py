@@ -1,7 +1,8 @@
-"""Starts servers as forks of a process that has imported theirs: the imports take a second of a processor.
+"""Starts programs as forks of a process that has imported theirs: a server's takes a second of a processor.
 
-What is forked runs as ``python -m npugrad_server`` does: arguments, environment, folder, output and end are
-its own. Only what libraries read of the environment while they are imported is the zygote's.
+What is forked runs as ``python -m npugrad_server`` does, or as another module: arguments, environment,
+folder, output and end are its own. Only what libraries read of the environment while they are imported is
+the zygote's.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ from io import RawIOBase
 from pathlib import Path
 from typing import IO, Protocol
 
-_PROGRAM, _IMPORTED = "npugrad_server", "npugrad_server.cli"
 _MAX_REQUEST_BYTES = 128 * 1024
 _NUMBER = struct.Struct("i")
 _ROOT = Path(__file__).parents[1]
@@ -107,20 +107,28 @@ def _told(report: RawIOBase) -> int:
 
 
 class Zygote:
-    """A process that has imported the server, and waits for what to run it with; ends with this one."""
+    """A process that has imported a program, and waits for what to run it with; ends with this one."""
 
-    def __init__(self, python: str, env: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        python: str,
+        env: Mapping[str, str],
+        program: str = "npugrad_server",
+        imported: str = "npugrad_server.cli",
+    ) -> None:
         """Starts it.
 
         Args:
             python: Interpreter.
             env: Environment while it imports.
+            program: Module that runs in the end.
+            imported: Module that is imported before, with all that it imports.
         """
         self._lock = threading.Lock()
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
-                [python, "-m", __name__, str(theirs.fileno())],
+                [python, "-m", __name__, str(theirs.fileno()), program, imported],
                 pass_fds=[theirs.fileno()],
                 stdout=subprocess.DEVNULL,
                 cwd=_ROOT,
@@ -190,18 +198,18 @@ def _begin(request: tuple[list[str], dict[str, str], str], descriptors: list[int
     os.environ.clear()
     os.environ.update(env)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    sys.argv = [_PROGRAM, *arguments]
+    sys.argv[1:] = arguments
 
 
-def main(descriptor: int) -> None:
+def main(descriptor: int, program: str, imported: str) -> None:
     """Runs a zygote, and then whatever it has become."""
     with socket.socket(fileno=descriptor) as control:
-        importlib.import_module(_IMPORTED)
+        importlib.import_module(imported)
         # Ctrl-C at a terminal is for the tests, and for what was forked.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         _serve(control)
-    runpy.run_module(_PROGRAM, run_name="__main__", alter_sys=True)
+    runpy.run_module(program, run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), *sys.argv[2:])

@@ -1,4 +1,4 @@
-"""A program on a pseudo terminal, and a service that stays in each stage of a call until it may go on."""
+"""A program on a pseudo terminal."""
 
 from __future__ import annotations
 
@@ -7,47 +7,34 @@ import os
 import pty
 import re
 import struct
-import subprocess
-import sys
 import termios
-import threading
-from collections.abc import Iterator
-from types import TracebackType
-from typing import Any
 
-from tests.client.fake_service import Context, chunk_frame, decoded, header_frame, read_header, response
+from tests.client.programs import start
 
-STAGES = ("sending", "waiting", "receiving")
 _STYLES = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class Terminal:
-    """A Python program whose standard error is a terminal of 100 columns; ended with the block."""
+    """A program whose standard error is a terminal of 100 columns; ended with the block."""
 
-    def __init__(self, *arguments: str, **environment: str) -> None:
-        shown, stderr = pty.openpty()
+    def __init__(self, code: str, *arguments: str, **environment: str) -> None:
+        """Starts it, as `start` does."""
+        self._shown, stderr = pty.openpty()
         fcntl.ioctl(stderr, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
-        # What is on the environment wins over the terminal's size, and tests inherit it of who runs them.
-        variables = {**os.environ, "TERM": "xterm", "COLUMNS": "100", "LINES": "24", **environment}
-        self._shown, self._text = shown, ""
-        self._process = subprocess.Popen(
-            [sys.executable, *arguments], stdout=subprocess.PIPE, stderr=stderr, text=True, env=variables
-        )
-        os.close(stderr)
-        self._watchdog = threading.Timer(60, self._process.kill)  # which ends what is read as well
-        self._watchdog.start()
+        # What is in the environment wins over the terminal's size, and tests inherit it of who runs them.
+        variables = {"TERM": "xterm", "COLUMNS": "100", "LINES": "24", **environment}
+        with os.fdopen(stderr, "w") as end:
+            self._process = start(code, *arguments, stderr=end, **variables)
+        self._text = ""
 
     def __enter__(self) -> Terminal:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._watchdog.cancel()
+    def __exit__(self, *_: object) -> None:
         self._process.kill()
         self._process.wait()
-        assert self._process.stdout is not None
-        self._process.stdout.close()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
         os.close(self._shown)
 
     def wait_for(self, pattern: str) -> None:
@@ -71,22 +58,3 @@ class Terminal:
             return False
         self._text += data.decode(errors="replace")
         return bool(data)
-
-
-class Staged:
-    """A service whose streamed calls stand still in each stage until it is let go, or 30 s have passed."""
-
-    def __init__(self) -> None:
-        self.may_end = {stage: threading.Event() for stage in STAGES}
-
-    def execute(self, frames: Iterator[Any], context: Context) -> Iterator[Any]:
-        record, request = read_header(frames)
-        self.may_end["sending"].wait(30)
-        for _ in frames:
-            pass
-        self.may_end["waiting"].wait(30)
-        message, follow = response(record, decoded(record, request), chunk_from_bytes=1)
-        yield header_frame(record, message)
-        self.may_end["receiving"].wait(30)
-        for operand, data in follow:
-            yield chunk_frame(operand, 0, bytes(data))

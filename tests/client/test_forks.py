@@ -6,14 +6,18 @@ import os
 import select
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
-from tests.client.fake_service import STREAMED, UNARY, Context, fake_service, stream_zeros, zeros
+from tests.client import programs
+from tests.client.both import WAYS
+from tests.client.fake_service import Context, fake_service, stream_zeros, zeros
 
 from npugrad.operator import OpRecord
 
@@ -21,8 +25,9 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="the platform ha
 
 HEAD = """
 import asyncio, gc, os, signal, sys, threading, time
+from concurrent.futures import ThreadPoolExecutor
 import numpy as np
-from npugrad_client import AsyncClient, Client
+from npugrad_client import AsyncClient, Client, _forks
 
 address = sys.argv[1]
 one = np.ones((1, 1), np.float32)
@@ -51,123 +56,100 @@ def in_children(act, number=6):
         print(said if status == 0 else f"status {status}", flush=True)
 
 
+async def call(client):
+    await client.group_norm_backward(**operands)
+
+
+async def open_and_call():
+    async with AsyncClient(address, timeout_s=20) as client:
+        await call(client)
+
+
 """
 
 
-def run(program: str, *arguments: str, env: dict[str, str] | None = None) -> list[str]:
-    """What a program prints, run in a process of its own beside a service."""
-    clean = {name: value for name, value in os.environ.items() if name != "GRPC_ENABLE_FORK_SUPPORT"}
+def run(program: str, *arguments: str, fork_support: str | None = None) -> list[str]:
+    """What a program prints beside a service; gRPC's own support of forks is a matter of its imports."""
+    code = HEAD + textwrap.dedent(program)
     with fake_service() as service:
-        command = [sys.executable, "-W", "ignore", "-c", HEAD + textwrap.dedent(program)]
-        ran = subprocess.run(
-            [*command, service.address, *arguments],
-            env=clean | (env or {}),
-            capture_output=True,
-            text=True,
-            timeout=550,
-            check=False,
-        )
+        if fork_support is None:
+            ran = programs.run(code, service.address, *arguments)
+        else:
+            ran = subprocess.run(
+                [sys.executable, "-W", "ignore", "-c", code, service.address, *arguments],
+                env=programs.environment(GRPC_ENABLE_FORK_SUPPORT=fork_support),
+                capture_output=True,
+                text=True,
+                timeout=550,
+                check=False,
+            )
     assert ran.returncode == 0, ran.stderr[-2000:]
     return ran.stdout.split("\n")[:-1]
 
 
-SUPPORT = pytest.mark.parametrize(
-    "env", [{}, {"GRPC_ENABLE_FORK_SUPPORT": "1"}], ids=["by default", "switched on"]
-)
-NEW = pytest.mark.skipif(
-    tuple(map(int, grpc.__version__.split(".")[:2])) < (1, 85),
-    reason="grpcio 1.67.1 and 1.74.0 crash where an asynchronous channel is open at a fork",
-)
-
 BEFORE = {
-    "in use": "",
-    "closed": "client.close()",
-    "collected": "del client; gc.collect()",
-    "another too": "other = Client(address, timeout_s=20); other.group_norm_backward(**operands)",
+    "in use": ("", False),
+    "closed": ("client.close()", True),
+    "collected": ("del client; gc.collect()", True),
+    "another too": ("other = Client(address, timeout_s=20); other.group_norm_backward(**operands)", False),
 }
 
 
-@pytest.mark.parametrize("before", BEFORE.values(), ids=list(BEFORE))
-def test_a_child_may_open_a_client(before: str) -> None:
+@pytest.mark.parametrize(("before", "takes_apart"), BEFORE.values(), ids=list(BEFORE))
+def test_a_child_may_open_a_client(before: str, takes_apart: bool) -> None:
+    """A fork waits until gRPC has taken a channel apart; else about one child in a hundred hangs here."""
     found = run(f"""
         client = Client(address, timeout_s=20)
         client.group_norm_backward(**operands)
+
+        def act():
+            assert not {takes_apart} or time.monotonic() - start >= _forks.SETTLE_S
+            Client(address, timeout_s=20, retry=None).group_norm_backward(**operands)
+
+        start = time.monotonic()
         {before}
-        in_children(lambda: Client(address, timeout_s=20, retry=None).group_norm_backward(**operands))
+        in_children(act)
         """)
     assert found == ["ok"] * 6
 
 
-@pytest.mark.parametrize("end", [BEFORE["closed"], BEFORE["collected"]], ids=["closed", "collected"])
-def test_a_fork_waits_until_grpc_has_taken_a_channel_apart(end: str) -> None:
-    """Else about one child in a hundred hangs where it opens a client."""
-    found = run(f"""
-        from npugrad_client import _forks
-        client = Client(address, timeout_s=20)
-        client.group_norm_backward(**operands)
-        start = time.monotonic()
-        {end}
-        in_children(lambda: None, 1)
-        print(time.monotonic() - start >= _forks.SETTLE_S)
-        """)
-    assert found == ["ok", "True"]
-
-
-@SUPPORT
-def test_a_child_may_use_its_parents_client_and_so_may_the_parent_afterwards(env: dict[str, str]) -> None:
-    found = run(
-        """
+@pytest.mark.parametrize("fork_support", [None, "1"], ids=["by default", "switched on"])
+def test_a_child_and_its_own_may_use_their_parents_client_and_so_may_the_parent_afterwards(
+    fork_support: str | None,
+) -> None:
+    program = """
         client = Client(address, timeout_s=20, retry=None)
-        client.group_norm_backward(**operands)
 
-        def act():
+        def use():
             for _ in range(3):
                 client.group_norm_backward(**operands)
+            client.submit.group_norm_backward(**operands).result(20)
+
+        def act():
+            use()
+            assert len(client.run_many(client.group_norm_backward, [operands] * 5, concurrency=2)) == 5
+            in_children(use, 1)
             client.close()
 
+        use()
         in_children(act)
-        client.group_norm_backward(**operands)
+        use()
         print("parent ok")
-        """,
-        env=env,
-    )
-    assert found == [*["ok"] * 6, "parent ok"]
-
-
-def test_futures_and_batches_of_a_parents_client_work_in_a_child() -> None:
-    found = run("""
-        client = Client(address, timeout_s=20, retry=None)
-        client.submit.group_norm_backward(**operands).result(20)
-
-        def act():
-            client.submit.group_norm_backward(**operands).result(20)
-            assert len(client.run_many(client.group_norm_backward, [operands] * 5, concurrency=2)) == 5
-
-        in_children(act, 3)
-        client.submit.group_norm_backward(**operands).result(20)
-        """)
-    assert found == ["ok"] * 3
-
-
-def test_a_grandchild_may_as_well() -> None:
-    found = run("""
-        client = Client(address, timeout_s=20, retry=None)
-        client.group_norm_backward(**operands)
-
-        def act():
-            client.group_norm_backward(**operands)
-            in_children(lambda: client.group_norm_backward(**operands), 2)
-
-        in_children(act, 2)
-        """)
-    assert found == ["ok"] * 6
-
-
-@SUPPORT
-def test_a_fork_beside_threads_that_call_is_well_for_all(env: dict[str, str]) -> None:
-    """Without the gate about one child in a hundred crashes or hangs."""
-    found = run(
         """
+    assert run(program, fork_support=fork_support) == [*["ok"] * 12, "parent ok"]
+
+
+@pytest.mark.parametrize(
+    ("fork_support", "number"),
+    [
+        (None, 20),
+        pytest.param(None, 60, marks=pytest.mark.deep),
+        pytest.param("1", 60, marks=pytest.mark.deep),
+    ],
+)
+def test_a_fork_beside_threads_that_call_is_well_for_all(fork_support: str | None, number: int) -> None:
+    """Without the gate about one child in a hundred crashes or hangs."""
+    program = f"""
         client = Client(address, timeout_s=60)
         client.group_norm_backward(**operands)
         ending, wrong, number = threading.Event(), [], [0]
@@ -182,18 +164,16 @@ def test_a_fork_beside_threads_that_call_is_well_for_all(env: dict[str, str]) ->
 
         threads = [threading.Thread(target=keep_calling) for _ in range(2)]
         [thread.start() for thread in threads]
-        in_children(lambda: client.group_norm_backward(**operands, timeout_s=15), 60)
+        in_children(lambda: client.group_norm_backward(**operands, timeout_s=15), {number})
         ending.set()
         [thread.join() for thread in threads]
         print("parent", wrong or "ok", number[0] > 0)
-        """,
-        env=env,
-    )
-    assert found == [*["ok"] * 60, "parent ok True"]
+        """
+    assert run(program, fork_support=fork_support) == [*["ok"] * number, "parent ok True"]
 
 
-@pytest.mark.parametrize("stream_from_bytes", [UNARY, STREAMED], ids=["unary", "streamed"])
-def test_a_fork_waits_for_a_call_on_its_way(stream_from_bytes: int) -> None:
+@WAYS
+def test_a_fork_waits_for_a_call_on_its_way(way: int, tmp_path: Path) -> None:
     """The first call is answered when the test has seen that no child is born before."""
     released, seen = threading.Event(), threading.Event()
 
@@ -210,52 +190,47 @@ def test_a_fork_waits_for_a_call_on_its_way(stream_from_bytes: int) -> None:
         yield from stream_zeros(frames, context)
 
     program = f"""
-        client = Client(address, timeout_s=60, stream_from_bytes={stream_from_bytes})
+        client = Client(address, timeout_s=60, stream_from_bytes={way})
         calling = threading.Thread(target=lambda: client.group_norm_backward(**operands))
         calling.start()
-        sys.stdin.readline()
+        open(sys.argv[2]).close()
         os.register_at_fork(before=lambda: print("forking", flush=True))
         in_children(lambda: client.group_norm_backward(**operands), 1)
         calling.join()
         """
-    with fake_service(unary, execute) as service:
-        command = [sys.executable, "-c", HEAD + textwrap.dedent(program), service.address]
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as forking:
-            assert forking.stdin is not None
-            assert forking.stdout is not None
+    go = tmp_path / "go"
+    os.mkfifo(go)
+    with fake_service(unary, execute) as service, tempfile.TemporaryFile("w") as stderr:
+        code = HEAD + textwrap.dedent(program)
+        forking = programs.start(code, service.address, str(go), stderr=stderr)
+        assert forking.stdout is not None
+        with forking.stdout as stdout:
             assert seen.wait(60)
-            forking.stdin.write("fork\n")
-            forking.stdin.flush()
-            assert forking.stdout.readline() == "forking\n"
-            born, _, _ = select.select([forking.stdout], [], [], 0.5)
+            go.open("w").close()
+            assert stdout.readline() == "forking\n"
+            born, _, _ = select.select([stdout], [], [], 0.5)
             released.set()
             assert not born
-            assert forking.stdout.read() == "ok\n"
-    assert forking.returncode == 0
+            assert stdout.read() == "ok\n"
+        assert forking.wait(60) == 0
 
 
 def test_without_grpcs_support_a_fork_is_an_error_where_it_would_be_a_hang() -> None:
-    found = run(
-        """
+    program = """
         client = Client(address, timeout_s=20)
         client.group_norm_backward(**operands)
         in_children(lambda: client.group_norm_backward(**operands), 1)
-        """,
-        env={"GRPC_ENABLE_FORK_SUPPORT": "0"},
-    )
-    assert len(found) == 1
-    assert found[0].startswith("RuntimeError: this process was forked with GRPC_ENABLE_FORK_SUPPORT=0")
+        """
+    (found,) = run(program, fork_support="0")
+    assert found.startswith("RuntimeError: this process was forked with GRPC_ENABLE_FORK_SUPPORT=0")
 
 
-ASYNC = """
-async def call(client):
-    await client.group_norm_backward(**operands)
-"""
-
-
-@NEW
+@pytest.mark.skipif(
+    tuple(map(int, grpc.__version__.split(".")[:2])) < (1, 85),
+    reason="grpcio 1.67.1 and 1.74.0 crash where an asynchronous channel is open at a fork",
+)
 def test_an_open_asynchronous_client_forbids_another_in_a_child_and_allows_a_blocking_one() -> None:
-    found = run(f"""{textwrap.indent(ASYNC, " " * 8)}
+    found = run("""
         client = AsyncClient(address, timeout_s=20)
         asyncio.run(call(client))
         in_children(lambda: asyncio.run(call(client)), 1)
@@ -271,14 +246,10 @@ def test_an_open_asynchronous_client_forbids_another_in_a_child_and_allows_a_blo
 
 
 def test_a_closed_asynchronous_client_leaves_children_free() -> None:
-    found = run(f"""{textwrap.indent(ASYNC, " " * 8)}
-        async def whole():
-            async with AsyncClient(address, timeout_s=20) as client:
-                await call(client)
-
-        asyncio.run(whole())
-        in_children(lambda: asyncio.run(whole()), 4)
-        asyncio.run(whole())
+    found = run("""
+        asyncio.run(open_and_call())
+        in_children(lambda: asyncio.run(open_and_call()), 4)
+        asyncio.run(open_and_call())
         print("parent ok")
         """)
     assert found == [*["ok"] * 4, "parent ok"]
@@ -295,7 +266,6 @@ def test_a_pre_forking_parent_shares_its_client_with_its_workers() -> None:
             child = os.fork()
             if child == 0:
                 signal.alarm(30)
-                from concurrent.futures import ThreadPoolExecutor
                 with ThreadPoolExecutor(4) as pool:
                     done = list(pool.map(lambda _: client.group_norm_backward(**operands), range(20)))
                 os.write(writer, str(len(done)).encode())
@@ -310,10 +280,12 @@ def test_a_pre_forking_parent_shares_its_client_with_its_workers() -> None:
     assert found == ["20 0"] * 3
 
 
+@pytest.mark.deep
 @pytest.mark.slow
 @pytest.mark.torch
-@pytest.mark.parametrize("way", ["fork", pytest.param("spawn", marks=pytest.mark.deep)])
-def test_a_dataset_calls_from_dataloader_workers(way: str, tmp_path: os.PathLike[str]) -> None:
+@pytest.mark.parametrize(("way", "epochs"), [("fork", 2), ("spawn", 1)])
+def test_a_dataset_calls_from_dataloader_workers(way: str, epochs: int) -> None:
+    """Once more in new workers where they are forked; those that are spawned import everything anew."""
     pytest.importorskip("torch")
     program = """
     import sys
@@ -343,20 +315,19 @@ def test_a_dataset_calls_from_dataloader_workers(way: str, tmp_path: os.PathLike
         dataset[0]
         loader = torch.utils.data.DataLoader(
             dataset, batch_size=3, num_workers=2, multiprocessing_context=sys.argv[2])
-        for _ in range(2):
+        for _ in range(int(sys.argv[3])):
             print(sum(len(batch) for batch in loader), flush=True)
         dataset[1]
     """
-    path = os.path.join(tmp_path, "load.py")
-    with open(path, "w") as file:
+    with fake_service() as service, tempfile.NamedTemporaryFile("w", suffix=".py") as file:
         file.write(textwrap.dedent(program))
-    with fake_service() as service:
+        file.flush()
         ran = subprocess.run(
-            [sys.executable, "-W", "ignore", path, service.address, way],
+            [sys.executable, "-W", "ignore", file.name, service.address, way, str(epochs)],
             capture_output=True,
             text=True,
             timeout=550,
             check=False,
         )
     assert ran.returncode == 0, ran.stderr[-2000:]
-    assert ran.stdout.split() == ["12", "12"]
+    assert ran.stdout.split() == ["12"] * epochs

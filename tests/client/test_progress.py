@@ -2,37 +2,41 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from itertools import groupby, pairwise
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from tests.client.both import WAYS, Looped, Make, call_once
 from tests.client.fake_service import (
-    STREAMED,
     UNARY,
     Context,
     Gate,
     abort_with,
+    chunk_frame,
+    decoded,
     fake_service,
     group_norm,
+    header_frame,
+    read_header,
+    response,
     stream_zeros,
     zeros,
 )
-from tests.client.terminal import STAGES, Staged, Terminal
+from tests.client.terminal import Terminal
 from tests.fix_server import ServerProcess
 
 from npugrad.errors import ServerBusy
-from npugrad_client import AsyncClient, Client, NpugradError, Progress, RetryPolicy
+from npugrad_client import Client, NpugradError, Progress, RetryPolicy
 from npugrad_client._attempt import Attempt
 from npugrad_client._clock import CallClock
 from npugrad_client._progress import ProgressReport
 
-Make = Callable[..., Any]
-
 MIB = 2**20
+STAGES = ("sending", "waiting", "receiving")
 
 
 def sized(mib: int) -> dict[str, Any]:
@@ -40,33 +44,46 @@ def sized(mib: int) -> dict[str, Any]:
     return group_norm(hxw=mib * MIB // 4 // 8)
 
 
-LARGE_MIB = 32
-"""Of each operand: more than a connection holds of what its server does not read."""
+LARGE_MIB = 16
+"""Of each operand: more than a connection holds of what its server does not read, which is 5 MiB."""
 
 
 class Stop(BaseException):
     """What a callable raises; no error of the client's."""
 
 
-def plain(address: str | list[str], call: dict[str, Any], **options: Any) -> Any:
-    with Client(address, timeout_s=60, **options) as client:
-        return client.group_norm_backward(**call)
+class Staged:
+    """A service whose streamed calls stand still in each stage until it is let go, or 30 s have passed."""
+
+    def __init__(self) -> None:
+        self.may_end = {stage: threading.Event() for stage in STAGES}
+
+    def execute(self, frames: Iterator[Any], context: Context) -> Iterator[Any]:
+        record, request = read_header(frames)
+        self.may_end["sending"].wait(30)
+        for _ in frames:
+            pass
+        self.may_end["waiting"].wait(30)
+        message, follow = response(record, decoded(record, request), chunk_from_bytes=1)
+        yield header_frame(record, message)
+        self.may_end["receiving"].wait(30)
+        for operand, data in follow:
+            yield chunk_frame(operand, 0, bytes(data))
 
 
-def submitted(address: str | list[str], call: dict[str, Any], **options: Any) -> Any:
+def submitted(address: Any, call: dict[str, Any], **options: Any) -> Any:
     with Client(address, timeout_s=60, **options) as client:
         return client.submit.group_norm_backward(**call).result(60)
 
 
-def asynchronous(address: str | list[str], call: dict[str, Any], **options: Any) -> Any:
-    async def run() -> Any:
-        async with AsyncClient(address, timeout_s=60, **options) as client:
-            return await client.group_norm_backward(**call)
-
-    return asyncio.run(run())
-
-
-WAYS = pytest.mark.parametrize("make", [plain, submitted, asynchronous])
+EACH = {
+    "plain": partial(call_once, Client),
+    "submitted": submitted,
+    "asynchronous": partial(call_once, Looped),
+}
+MAKES = pytest.mark.parametrize("make", EACH.values(), ids=EACH)
+LESS = pytest.mark.parametrize("make", [submitted, EACH["asynchronous"]], ids=["submitted", "asynchronous"])
+"""For large calls: what is submitted goes the way of a plain call, and more."""
 
 
 def stages(seen: list[Progress]) -> list[str]:
@@ -84,7 +101,7 @@ def assert_only_forward(seen: list[Progress]) -> None:
 # ---------------------------------------------------------------------------------------------- callables
 
 
-@WAYS
+@MAKES
 def test_a_streamed_call_is_told_to_its_end(server: ServerProcess, make: Make) -> None:
     seen: list[Progress] = []
     make(server.address, {**sized(4), "progress": seen.append})
@@ -97,7 +114,7 @@ def test_a_streamed_call_is_told_to_its_end(server: ServerProcess, make: Make) -
     assert last.try_number == 1
 
 
-@WAYS
+@LESS
 def test_every_stage_is_told_while_it_lasts(make: Make) -> None:
     service, seen = Staged(), []
 
@@ -117,7 +134,7 @@ def test_every_stage_is_told_while_it_lasts(make: Make) -> None:
     assert (begun.received_bytes, begun.bytes_to_receive) == (0, seen[-1].received_bytes)
 
 
-@WAYS
+@MAKES
 def test_a_unary_call_has_stages_and_no_bytes(server: ServerProcess, make: Make) -> None:
     seen: list[Progress] = []
     make(server.address, {**group_norm(), "progress": seen.append}, stream_from_bytes=UNARY)
@@ -125,8 +142,8 @@ def test_a_unary_call_has_stages_and_no_bytes(server: ServerProcess, make: Make)
     assert stages(seen) == [*STAGES, "done"]
 
 
+@MAKES
 @WAYS
-@pytest.mark.parametrize("way", [UNARY, STREAMED], ids=["unary", "streamed"])
 def test_what_a_callable_raises_cancels_the_call_and_comes_out(make: Make, way: int) -> None:
     gate, given_up = Gate(), threading.Event()
 
@@ -156,25 +173,25 @@ def test_what_a_callable_raises_cancels_the_call_and_comes_out(make: Make, way: 
         gate.open()
 
 
-@WAYS
-def test_what_a_callable_raises_at_the_end_comes_out(server: ServerProcess, make: Make) -> None:
+@MAKES
+def test_what_a_callable_raises_at_the_end_comes_out_and_so_does_an_error_that_comes_before(
+    server: ServerProcess, make: Make
+) -> None:
+    seen: list[str] = []
+
     def tell(progress: Progress) -> None:
+        seen.append(progress.stage)
         if progress.stage == "done":
             raise Stop
 
+    with pytest.raises(NpugradError, match="group"):
+        make(server.address, {**group_norm(), "group": 0, "progress": tell})
+    assert "done" not in seen
     with pytest.raises(Stop):
         make(server.address, {**group_norm(), "progress": tell})
 
 
-@WAYS
-def test_an_error_of_the_call_comes_out_and_nothing_is_told_done(server: ServerProcess, make: Make) -> None:
-    seen: list[Progress] = []
-    with pytest.raises(NpugradError, match="group"):
-        make(server.address, {**group_norm(), "group": 0, "progress": seen.append})
-    assert "done" not in stages(seen)
-
-
-@WAYS
+@LESS
 def test_a_retry_begins_anew(make: Make) -> None:
     was_told, tries, seen = threading.Event(), [], []
 
@@ -202,7 +219,7 @@ def test_a_retry_begins_anew(make: Make) -> None:
     assert second[-1].sent_bytes == second[-1].bytes_to_send > 0
 
 
-@WAYS
+@MAKES
 @pytest.mark.parametrize("call", [group_norm(), sized(4)], ids=["unary", "streamed"])
 def test_of_tries_at_once_the_furthest_is_told(server: ServerProcess, make: Make, call: Any) -> None:
     seen: list[Progress] = []
@@ -232,7 +249,7 @@ def test_tries_that_overtake_each_other_tell_each_stage_once() -> None:
         assert_only_forward(seen)
 
 
-@WAYS
+@MAKES
 def test_the_try_that_was_answered_is_told_as_done(make: Make) -> None:
     gate, seen = Gate(), list[Progress]()
     with fake_service(gate.unary) as held, fake_service() as quick:
@@ -244,7 +261,7 @@ def test_the_try_that_was_answered_is_told_as_done(make: Make) -> None:
     assert (seen[-1].stage, seen[-1].try_number) == ("done", 2)
 
 
-@WAYS
+@MAKES
 def test_progress_of_another_type_is_refused_before_anything_is_sent(make: Make) -> None:
     expected = "group_norm_backward: progress: found int; expected a bool, a title or a callable"
     with fake_service() as fake:
@@ -258,43 +275,35 @@ def test_progress_of_another_type_is_refused_before_anything_is_sent(make: Make)
 PROGRAM = """
 import sys
 from npugrad_client import Client
-from tests.client.test_progress import LARGE_MIB, asynchronous, plain, sized
-title = sys.argv[3] if len(sys.argv) > 3 else True
-print(vars()[sys.argv[2]](sys.argv[1], {**sized(LARGE_MIB), "progress": title}).info.device)
+from tests.client.both import Looped, call_once
+from tests.client.fake_service import group_norm
+call = {**group_norm(hxw=int(sys.argv[4])), "progress": sys.argv[3] or True}
+print(call_once({"plain": Client, "asynchronous": Looped}[sys.argv[2]], sys.argv[1], call).info.device)
 """
 
 
-@pytest.mark.parametrize("make", [plain, asynchronous])
-def test_a_bar_is_drawn_on_a_terminal_and_gone_at_the_end(make: Make) -> None:
+@pytest.mark.parametrize(
+    ("make", "title", "shown_as"),
+    [("plain", "[red]step 3", r"\[red\]step 3"), ("asynchronous", "", "group_norm_backward")],
+)
+def test_a_bar_is_drawn_on_a_terminal_and_gone_at_the_end(make: str, title: str, shown_as: str) -> None:
     service = Staged()
     with (
         fake_service(execute=service.execute) as fake,
-        Terminal("-c", PROGRAM, fake.address, make.__name__) as terminal,
+        Terminal(PROGRAM, fake.address, make, title, str(sized(LARGE_MIB)["hxw"])) as terminal,
     ):
-        terminal.wait_for(r"group_norm_backward sending +\S+ [1-9]\S* MiB of 64 MiB")
+        terminal.wait_for(rf"{shown_as} sending +\S+ [1-9]\S* MiB of {2 * LARGE_MIB} MiB")
         service.may_end["sending"].set()
-        terminal.wait_for(r"group_norm_backward waiting for the result +\S+ 0:0\d")
+        terminal.wait_for(rf"{shown_as} waiting for the result +\S+ 0:0\d")
         service.may_end["waiting"].set()
-        terminal.wait_for(r"group_norm_backward receiving +\S+ 0 B of 32 MiB")
+        terminal.wait_for(rf"{shown_as} receiving +\S+ 0 B of {LARGE_MIB} MiB")
         service.may_end["receiving"].set()
         status, output, shown = terminal.end()
     assert (status, output) == (0, "test:0\n")
     assert shown.endswith("\r\x1b[2K\x1b[?25h\r")  # the line is erased
 
 
-def test_a_title_is_shown_as_it_is() -> None:
-    service = Staged()
-    with (
-        fake_service(execute=service.execute) as fake,
-        Terminal("-c", PROGRAM, fake.address, "plain", "[red]step 3") as terminal,
-    ):
-        terminal.wait_for(r"\[red\]step 3 sending")
-        for event in service.may_end.values():
-            event.set()
-        assert terminal.end()[0] == 0
-
-
-@WAYS
+@MAKES
 def test_nothing_is_shown_where_there_is_no_terminal(
     server: ServerProcess, make: Make, capfd: pytest.CaptureFixture[str]
 ) -> None:

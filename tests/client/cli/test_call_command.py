@@ -140,7 +140,7 @@ def large_file(tmp_path: Path) -> str:
 def on_a_terminal(file: str, out: Path, *flags: str, waits_for: str) -> str:
     """What a terminal shows of a call, which the service holds until it has shown this."""
     service = Gate()
-    command = ("-m", "npugrad_client.cli", "call", "group_norm_backward", file, "-o", str(out), *flags)
+    command = ("-m npugrad_client.cli", "call", "group_norm_backward", file, "-o", str(out), *flags)
     with (
         fake_service(service.unary, service.execute) as fake,
         Terminal(*command, NPUGRAD_TARGET=fake.address) as terminal,
