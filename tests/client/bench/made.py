@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import pytest
 
 from npugrad.call import ExecutionInfo
 from npugrad.products import Product
@@ -14,6 +17,18 @@ from npugrad_client.bench.result import Result
 from npugrad_client.bench.scenario import LoadStage, Scenario, WeightedWorkload
 
 GRID = WeightedWorkload("grid_sampler_2d_backward")
+SPAWNING = multiprocessing.get_context
+"""How workers are started outside of tests."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forked_workers() -> Iterator[None]:
+    """Fork workers from a process that has imported theirs: the imports take most of a second each."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["npugrad_client.bench.worker"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(multiprocessing, "get_context", lambda method: context)
+        yield
 
 
 def scenario(

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 
+from tests.client import programs
 from typer.testing import CliRunner, Result
 
 from npugrad_client.cli import app
@@ -21,9 +20,7 @@ def run(*arguments: str, target: str = "") -> Result:
 
 def process(*arguments: str, target: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
     """The command as an own process."""
-    variables = {**os.environ, "NPUGRAD_TARGET": target or NOWHERE, **environment}
-    command = [sys.executable, "-m", "npugrad_client.cli", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=variables, timeout=300, check=False)
+    return programs.run("-m npugrad_client.cli", *arguments, NPUGRAD_TARGET=target or NOWHERE, **environment)
 
 
 def flags(name: str, values: tuple[str, ...]) -> list[str]:
