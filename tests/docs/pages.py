@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -76,6 +77,7 @@ def unclosed_lines(path: Path) -> list[int]:
     ]
 
 
+@cache
 def anchors(path: Path) -> set[str]:
     """The anchors of a page's headings."""
     tokens = _MARKDOWN.parse(path.read_text("utf-8"))

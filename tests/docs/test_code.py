@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import typer
+from tests.client import programs
+from tests.client.bench.made import forked_workers as forked_workers
 from tests.docs.pages import PAGES, ROOT, blocks, commands_of, python_of, text_of
 from tests.fix_server import ServerProcess
 from tests.fix_tls import Certificates
@@ -27,7 +27,6 @@ from npugrad_server.cli import app as server_app
 
 BEFORE = Path(__file__).parent / "before"
 WITH_PYTHON = [page for page in PAGES if python_of(page)]
-COMMANDS = [(page, command) for page in PAGES for command in commands_of(page)]
 QUICKSTART = "docs/quickstart.md"
 PRINTED = {
     "README.md": [
@@ -47,22 +46,32 @@ def _marks(page: str) -> list[pytest.MarkDecorator]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [pytest.param(page, marks=_marks(page)) for page in WITH_PYTHON])
-def test_python_runs(page: str, server: ServerProcess, certificates: Certificates, tmp_path: Path) -> None:
+def test_python_runs(
+    page: str,
+    server: ServerProcess,
+    certificates: Certificates,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As a process; what needs seconds to import stays in this one."""
     before = BEFORE / f"{Path(page).stem}.py"
     source = (before.read_text("utf-8") if before.exists() else "") + python_of(page)
     libraries = [name for name in ("torch", "jax") if f"npugrad_client.{name}" in source]
     for name in libraries:
         pytest.importorskip(name)
     _write_files(tmp_path, certificates)
-    script = tmp_path / "page.py"
-    script.write_text(source.replace("127.0.0.1:50051", server.address), "utf-8")
-    # Libraries of others may warn.
-    command = [sys.executable, *(() if libraries else ("-W", "error")), script.name]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=550, check=False)
-    assert done.returncode == 0, done.stderr
-    assert libraries or not done.stderr
+    monkeypatch.chdir(tmp_path)
+    source = source.replace("127.0.0.1:50051", server.address)
+    if libraries:
+        exec(compile(source, page, "exec", dont_inherit=True), {"__name__": "__main__"})
+        printed = capsys.readouterr().out
+    else:
+        done = programs.run("import warnings; warnings.simplefilter('error')\n" + source)
+        assert (done.returncode, done.stderr) == (0, "")
+        printed = done.stdout
     for expected in PRINTED.get(page, ()):
-        assert re.search(expected, done.stdout, re.MULTILINE), done.stdout
+        assert re.search(expected, printed, re.MULTILINE), printed
 
 
 def _write_files(folder: Path, certificates: Certificates) -> None:
@@ -73,26 +82,26 @@ def _write_files(folder: Path, certificates: Certificates) -> None:
     (folder / "ca.pem").write_bytes(Path(certificates.authority).read_bytes())
 
 
-def test_what_is_printed_is_of_pages_that_run() -> None:
+def test_every_block_says_what_it_is() -> None:
     assert PRINTED.keys() <= set(WITH_PYTHON)
     assert {path.stem for path in BEFORE.glob("*.py")} <= {Path(page).stem for page in WITH_PYTHON}
-
-
-def test_every_block_says_what_it_is() -> None:
     known = {"", "python", "sh", "toml", "text", "promql", "yaml"}
     assert {block.language for page in PAGES for block in blocks(page)} <= known
 
 
-@pytest.mark.parametrize(("page", "command"), COMMANDS)
-def test_commands_have_the_options_that_pages_show(page: str, command: str) -> None:
-    program, *arguments = shlex.split(command)
-    found: Any = typer.main.get_command(client_app if program == "npugrad" else server_app)
-    while arguments and arguments[0] in getattr(found, "commands", {}):
-        found = found.commands[arguments.pop(0)]
-    context = found.context_class(found, info_name=program, **found.context_settings)
-    # Raises for an option that is not there, or one without its value.
-    left = found.make_parser(context).parse_args(arguments)[1]
-    assert left == [], page
+def test_commands_have_the_options_that_pages_show() -> None:
+    programs = {"npugrad": client_app, "npugrad-server": server_app}
+    commands: dict[str, Any] = {name: typer.main.get_command(app) for name, app in programs.items()}
+    shown = [(page, command) for page in PAGES for command in commands_of(page)]
+    assert len(shown) > 20
+    for page, command in shown:
+        program, *arguments = shlex.split(command)
+        found = commands[program]
+        while arguments and arguments[0] in getattr(found, "commands", {}):
+            found = found.commands[arguments.pop(0)]
+        context = found.context_class(found, info_name=program, **found.context_settings)
+        # Raises for an option that is not there, or one without its value.
+        assert found.make_parser(context).parse_args(arguments)[1] == [], (page, command)
 
 
 @pytest.mark.parametrize("command", commands_of(QUICKSTART))
@@ -105,7 +114,7 @@ def test_commands_of_the_quickstart_run(
     _write_call(tmp_path)
     monkeypatch.chdir(tmp_path)
     if arguments[0] == "bench":
-        arguments += ["--duration", "2s", "--allow-client-bound"]
+        arguments += ["--duration", "500ms", "--allow-client-bound"]
     result = CliRunner().invoke(client_app, arguments, env={"NPUGRAD_TARGET": server.address})
     # The validated call is one that breaks rules, so that there is something to see.
     assert result.exit_code == (1 if arguments[0] == "validate" else 0), result.output

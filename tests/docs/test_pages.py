@@ -1,0 +1,97 @@
+"""Links between the files of the repository lead somewhere, and the reference has an entry for everything.
+
+`make docs` checks the links of the site as built.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+
+from tests.docs.pages import PAGES, ROOT, anchors, links, text_of, unclosed_lines
+
+import npugrad_client
+import npugrad_client.torch
+from npugrad import OPERATORS
+from npugrad._tools.gen_docs import PARTS
+
+FILES = [path for path in sorted(ROOT.rglob("*.md")) if not {"node_modules", "build"} & set(path.parts)]
+FILES = [path for path in FILES if not any(part.startswith(".") for part in path.relative_to(ROOT).parts)]
+
+
+def test_links_lead_to_files_and_headings() -> None:
+    broken = []
+    for path in FILES:
+        for link in links(path):
+            target, _, anchor = link.partition("#")
+            if "://" in target or target.startswith("mailto:"):
+                continue
+            file = (path.parent / target).resolve() if target else path
+            if not file.exists() or (anchor and anchor not in anchors(file)):
+                broken.append(f"{path}: {link}")
+    assert len(FILES) > 20
+    assert broken == []
+
+
+def test_blocks_of_code_end() -> None:
+    assert {path: lines for path in FILES if (lines := unclosed_lines(path))} == {}
+
+
+def test_pages_of_the_site_link_to_no_file_outside_of_it() -> None:
+    docs = ROOT / "docs"
+    for path in docs.rglob("*.md"):
+        for link in links(path):
+            if "://" not in link and not link.startswith("#"):
+                target = (path.parent / link.partition("#")[0]).resolve()
+                assert target.is_relative_to(docs), f"{path}: {link}"
+
+
+def test_paths_that_code_names_exist() -> None:
+    """Comments, alerts, settings: what names a page by its path."""
+    pattern, where = r"docs/[a-z/-]+\.md(#[a-z0-9-]+)?", [":!CHANGELOG.md", ":!tests/docs"]
+    command = ["git", "grep", "-ohE", pattern, "--", *where]
+    named = set(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split())
+    assert len(named) > 5
+    for name in named:
+        page, _, anchor = name.partition("#")
+        assert (ROOT / page).is_file(), name
+        assert not anchor or anchor in anchors(ROOT / page), name
+
+
+# -------------------------------------------------------------------------------------------- reference
+
+
+def test_every_generated_part_stands_on_one_page() -> None:
+    """`make check-gen` and `test_generated.py` compare their contents with what there is today."""
+    marks = [mark for page in PAGES for mark in re.findall(r"<!-- generated: (\w+) -->", text_of(page))]
+    assert sorted(marks) == sorted(PARTS)
+
+
+def test_every_operator_has_a_section_with_its_rules() -> None:
+    page = "docs/reference/operators.md"
+    for record in OPERATORS.values():
+        assert {record.name, f"rules-of-{record.name}"} <= anchors(ROOT / page)
+        section = text_of(page).partition(f"\n## {record.name}\n")[2].partition("\n## ")[0]
+        assert set(re.findall(r"^\| `([\w.]+)` \| \d{6} \|", section, re.MULTILINE)) == {
+            rule.id for rule in record.constraints
+        }
+
+
+def test_every_public_name_has_an_entry() -> None:
+    entries = set(re.findall(r"^::: ([\w.]+)$", text_of("docs/reference/api.md"), re.MULTILINE))
+    names = {f"npugrad_client.{name}" for name in npugrad_client.__all__}
+    names |= {f"npugrad_client.torch.{name}" for name in npugrad_client.torch.__all__}
+    errors = {f"npugrad_client.errors.{name}" for name in npugrad_client.errors.__all__}
+    apart = {f"npugrad_client.{name}" for name in npugrad_client.errors.__all__}
+    assert names - apart | errors <= entries
+
+
+def test_each_exit_status_has_a_line_of_its_own() -> None:
+    """In a block: a page joins the lines of a paragraph."""
+    page = text_of("docs/reference/command-line.md")
+    assert "\nExit status 130: " in page
+    assert "Exit status" not in re.sub(r"```text\n.*?```", "", page, flags=re.DOTALL)
+
+
+def test_the_front_page_stays_short() -> None:
+    assert len(text_of("README.md").splitlines()) <= 150
