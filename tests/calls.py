@@ -52,22 +52,16 @@ def cpu_results(
     outputs: Mapping[str, TensorMeta | None],
 ) -> dict[str, npt.NDArray[Any]]:
     """What a CPU device answers, bit for bit: its backend's results, by wanted output."""
-    return _cpu_run(record, call, operands, outputs)[0]
+    return cpu_run(record, call, operands, outputs)[0]
 
 
-def cpu_backend_name(
-    record: OpRecord, call: CallMeta, operands: Mapping[str, npt.NDArray[Any] | None]
-) -> str:
-    """What a CPU device says computed a call: kernels do not take every type."""
-    return _cpu_run(record, call, operands, record.infer(call))[1]
-
-
-def _cpu_run(
+def cpu_run(
     record: OpRecord,
     call: CallMeta,
     operands: Mapping[str, npt.NDArray[Any] | None],
     outputs: Mapping[str, TensorMeta | None],
 ) -> tuple[dict[str, npt.NDArray[Any]], str]:
+    """The same, and what says to have computed it: kernels do not take every type."""
     backend = cpu_backend()
     wanted = {
         name: np.zeros(meta.shape, meta.dtype.numpy) for name, meta in outputs.items() if meta is not None

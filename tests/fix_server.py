@@ -45,6 +45,8 @@ _CHANNEL_OPTIONS = (
     # A channel of a test must not share its connection with another one's.
     ("grpc.use_local_subchannel_pool", 1),
 )
+_READ_LATE = ("NPUGRAD_", "OTEL_")
+"""How variables begin that nothing reads while it is imported, so that a fork reads its own."""
 # Small, so that several servers fit beside the tests of two cores.
 _SMALL = {
     "--input-arena-bytes": "256MiB",
@@ -257,16 +259,16 @@ def _start(
     env: Mapping[str, str] | None = None,
     program: Sequence[str] = SERVER_PROGRAM,
 ) -> Process:
-    if not env and program == SERVER_PROGRAM:
-        return _zygote().fork(arguments, server_environment(), stderr)
+    environment = server_environment(env)
+    changed = {name for name, value in (env or {}).items() if server_environment().get(name) != value}
+    if program == SERVER_PROGRAM and all(name.startswith(_READ_LATE) for name in changed):
+        return _zygote().fork(arguments, environment, stderr)
     command = [SERVER_PYTHON, *program, *arguments]
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=server_environment(env)
-    )
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment)
 
 
 def run_command(*arguments: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """Runs `npugrad-server` to its end; with variables for its environment by an interpreter of its own."""
+    """Runs `npugrad-server` to its end."""
     with tempfile.TemporaryFile("w+") as stderr:
         process = _start(arguments, stderr, env)
         assert process.stdout is not None
@@ -302,7 +304,7 @@ def run_server(
         log_path: File for its standard error.
         flags: Flags of ``serve`` beyond the small defaults, such as ``"--drain-timeout-s", "5"``.
         devices: Devices, such as ``"cpu:0,cpu:1"`` or ``"test:2?ms=20"``.
-        env: Environment variables to add; with any, an interpreter is started and not forked.
+        env: Environment variables to add; most need an interpreter of their own, which is not forked.
         listen: Address; a free loopback port by default.
         wait: Whether to wait until calls are served.
         check_end: Whether to end it as `ServerProcess.stop` does; else the test ends it, or it is killed.
@@ -337,27 +339,9 @@ def start_server(tmp_path: Path) -> Iterator[StartServer]:
     with ExitStack() as stack:
         count = 0
 
-        def start(
-            *flags: str,
-            devices: str = "cpu:0",
-            env: Mapping[str, str] | None = None,
-            listen: str = "127.0.0.1:0",
-            wait: bool = True,
-            check_end: bool = True,
-            credentials: grpc.ChannelCredentials | None = None,
-        ) -> ServerProcess:
+        def start(*flags: str, **options: Any) -> ServerProcess:
             nonlocal count
             count += 1
-            running = run_server(
-                tmp_path / f"server{count}.log",
-                *flags,
-                devices=devices,
-                env=env,
-                listen=listen,
-                wait=wait,
-                check_end=check_end,
-                credentials=credentials,
-            )
-            return stack.enter_context(running)
+            return stack.enter_context(run_server(tmp_path / f"server{count}.log", *flags, **options))
 
         yield start

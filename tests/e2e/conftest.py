@@ -42,6 +42,13 @@ def channel(victim: ServerProcess) -> Iterator[grpc.Channel]:
 
 
 @pytest.fixture(scope="module")
+def server_channel(server: ServerProcess) -> Iterator[grpc.Channel]:
+    """A channel to the server of the whole run, which is not hurt."""
+    with server.channel() as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
 def wire(channel: grpc.Channel) -> Wire:
     """Raw stubs of the victim."""
     return Wire.of(channel)

@@ -71,6 +71,17 @@ def run_victim(folder: Path, *flags: str, **options: Any) -> Iterator[ServerProc
         yield running
 
 
+@contextmanager
+def case(*what: object) -> Iterator[None]:
+    """Says of what fails in a block which of many cases it was, from Python 3.11 on."""
+    try:
+        yield
+    except BaseException as error:
+        if hasattr(error, "add_note"):
+            error.add_note(f"case: {', '.join(map(str, what))}")
+        raise
+
+
 # ------------------------------------------------------------------------------------------- results
 
 

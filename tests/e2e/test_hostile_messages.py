@@ -6,7 +6,7 @@ A server that crashes, hangs, leaks, or answers anything else fails. `make prove
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -19,12 +19,15 @@ from tests.fix_server import ServerProcess
 from tests.summary import Tally
 from tests.synthetic.record import REGISTRY as SYNTHETIC_REGISTRY
 
+from npugrad.operator import OpRecord
 from npugrad.registry import REGISTRY, Registry
 
 pytestmark = pytest.mark.usefixtures("unharmed")
 
+Damaged = st.SearchStrategy[tuple[OpRecord, Any]]
+
 HYPOTHESIS = settings(
-    max_examples=300,
+    max_examples=2 * settings().max_examples,
     deadline=None,  # no absolute times
     suppress_health_check=[
         HealthCheck.too_slow,
@@ -71,20 +74,18 @@ def normal(registry: Registry) -> Sample:
     return BASES[registry][0]
 
 
+@pytest.mark.parametrize("damage", [damaged_message, damaged_bytes], ids=["message", "bytes"])
 @HYPOTHESIS
 @given(data=st.data())
-def test_damaged_messages(
-    registry: Registry, wire: Wire, outcomes: Counter[str], data: st.DataObject
+def test_damaged_requests(
+    registry: Registry,
+    damage: Callable[[Registry], Damaged],
+    wire: Wire,
+    outcomes: Counter[str],
+    data: st.DataObject,
 ) -> None:
-    record, message = data.draw(damaged_message(registry))
-    reason = assert_answered(wire, record, message.SerializeToString())
-    outcomes[reason] += 1
-    event(reason)
-
-
-@HYPOTHESIS
-@given(data=st.data())
-def test_damaged_bytes(registry: Registry, wire: Wire, outcomes: Counter[str], data: st.DataObject) -> None:
-    reason = assert_answered(wire, *data.draw(damaged_bytes(registry)))
+    record, request = data.draw(damage(registry))
+    sent = request if isinstance(request, bytes) else request.SerializeToString()
+    reason = assert_answered(wire, record, sent)
     outcomes[reason] += 1
     event(reason)
