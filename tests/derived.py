@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pytest
+from allpairspy import AllPairs
+from hypothesis import settings
 from hypothesis import strategies as st
 
 from npugrad.meta import CallMeta
@@ -30,6 +34,32 @@ NO_PLACES = (
 SEEDS = st.integers(0, 2**32 - 1)
 """Of what is drawn: one number, because hypothesis takes far longer to draw each size."""
 _SIZES = (1, 1, 2, 3, 5, 7, 8, 15, 16, 17, 24, 31, 33, 40, 64, 67, 129, 257)
+
+
+def turns(count: int) -> pytest.MarkDecorator:
+    """Parametrizes `turn`: cases whose last axis goes round have the first turn in `make test`, then each."""
+    later = [pytest.param(turn, marks=pytest.mark.deep) for turn in range(1, count)]
+    return pytest.mark.parametrize("turn", [0, *later], ids=lambda turn: f"turn{turn}")
+
+
+def random_cases(count: int) -> settings:
+    """So many examples for hypothesis in `make test-all`, and in `make test` a fifth, as its profile has."""
+    full = settings.get_profile("deep").max_examples
+    return settings(deadline=None, max_examples=max(1, count * settings().max_examples // full))
+
+
+def pairs(*axes: Sequence[Any]) -> list[list[Any]]:
+    """Combinations of one value of each axis that have each pair of two axes' values."""
+    return [list(row) for row in AllPairs([list(axis) for axis in axes])]
+
+
+@contextmanager
+def told(case: object) -> Iterator[None]:
+    """Says of a failure in a loop which case it was."""
+    try:
+        yield
+    except (Exception, pytest.fail.Exception) as error:
+        raise AssertionError(f"{case}: {type(error).__name__}: {error}") from error
 
 
 @dataclass(frozen=True, eq=False)

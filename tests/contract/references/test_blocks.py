@@ -40,25 +40,18 @@ def test_tiles_are_consecutive_runs_that_fit(
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("layout", ["contiguous", "transposed", "reversed", "expanded", "scalar"])
-def test_flat_float64_reads_c_order_whatever_the_strides(layout: str, dtype: str) -> None:
+def test_flat_float64_reads_c_order_whatever_the_strides(dtype: str) -> None:
     base = np.arange(60).reshape(3, 4, 5).astype(dtype)
-    array = {
-        "contiguous": base,
-        "transposed": base.transpose(2, 0, 1),
-        "reversed": base[::-1, ::2, ::-3],
-        "expanded": np.broadcast_to(base[:, :1], (2, 3, 4, 5)),
-        "scalar": base[1, 1, 1],
-    }[layout]
-    array = np.asarray(array)
-    expected = np.array(array, dtype=np.float64, order="C").reshape(-1)
-    stop = expected.size
-    for start in {0, stop // 3, stop}:
-        run = flat_float64(array, start, stop)
-        np.testing.assert_array_equal(run, expected[start:stop])
-        assert run.dtype == np.float64
-        run[...] = -1  # a copy: the operand stays as it was
-    np.testing.assert_array_equal(np.array(array, dtype=np.float64).reshape(-1), expected)
+    expanded = np.broadcast_to(base[:, :1], (2, 3, 4, 5))
+    for array in (base, base.transpose(2, 0, 1), base[::-1, ::2, ::-3], expanded, np.array(base[1, 1, 1])):
+        expected = np.array(array, dtype=np.float64, order="C").reshape(-1)
+        stop = expected.size
+        for start in {0, stop // 3, stop}:
+            run = flat_float64(array, start, stop)
+            np.testing.assert_array_equal(run, expected[start:stop])
+            assert run.dtype == np.float64
+            run[...] = -1  # a copy: the operand stays as it was
+        np.testing.assert_array_equal(np.array(array, dtype=np.float64).reshape(-1), expected)
 
 
 def _nearest_even_bfloat16(value: float, grid: npt.NDArray[np.float64]) -> float:

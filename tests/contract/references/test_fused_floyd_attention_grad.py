@@ -119,62 +119,61 @@ TestFormula = against(RECORD, as_given, count=400)
 TestAgainstTorch = pytest.mark.torch(against(RECORD, of_the_forward_pass, count=60))
 
 
-class TestMaskedFill:
-    @pytest.mark.torch
-    @pytest.mark.parametrize("seed", range(10), ids=lambda seed: f"seed{seed}")
-    def test_a_partial_mask_is_masked_fill(self, seed: int) -> None:
+@pytest.mark.torch
+def test_masked_fill_differs_in_the_score_gradients_of_rows_masked_whole_alone() -> None:
+    for seed in range(10):
         inputs = make(masked=0.5, seed=seed)
         operand(inputs, "atten_mask")[..., seed] = False
         expected = by_autograd(inputs, 0.25, passing=False)
         assert_close(run(inputs), expected)
-
-    @pytest.mark.torch
-    def test_a_full_mask_differs_from_masked_fill_in_the_score_gradients_alone(self) -> None:
-        inputs = make(masked=0.5)
-        operand(inputs, "atten_mask")[:, :, 3] = True
-        stopped = by_autograd(inputs, 0.25, passing=False)
-        passed = by_autograd(inputs, 0.25, passing=True)
-        found = run(inputs)
-        assert_close(found, passed)
-        for name in ("dv1", "dv2"):
-            np.testing.assert_allclose(found[name], stopped[name], rtol=1e-11, atol=1e-11)
-        for name in ("dq", "dk1", "dk2"):
-            assert np.max(np.abs(found[name] - stopped[name])) > 0.01, name
+    inputs = make(masked=0.5)
+    operand(inputs, "atten_mask")[:, :, 3] = True
+    stopped = by_autograd(inputs, 0.25, passing=False)
+    passed = by_autograd(inputs, 0.25, passing=True)
+    found = run(inputs)
+    assert_close(found, passed)
+    for name in ("dv1", "dv2"):
+        np.testing.assert_allclose(found[name], stopped[name], rtol=1e-11, atol=1e-11)
+    for name in ("dq", "dk1", "dk2"):
+        assert np.max(np.abs(found[name] - stopped[name])) > 0.01, name
 
 
-class TestKinks:
-    def test_only_the_first_of_each_eight_statistics_counts(self) -> None:
-        inputs = make()
-        expected = run(inputs)
-        for name in ("softmax_max", "softmax_sum"):
-            operand(inputs, name)[..., 1:] = math.nan
-        assert_same_bits(run(inputs), expected)
+def test_only_the_first_of_each_eight_statistics_counts() -> None:
+    inputs = make()
+    expected = run(inputs)
+    for name in ("softmax_max", "softmax_sum"):
+        operand(inputs, name)[..., 1:] = math.nan
+    assert_same_bits(run(inputs), expected)
 
-    @pytest.mark.parametrize("scale", [0.0, -2.0, 1e-30], ids=str)
-    def test_masked_scores_are_replaced_after_scaling(self, scale: float) -> None:
-        inputs = make(masked=0.5)
-        operand(inputs, "atten_mask")[..., 0] = False
-        operand(inputs, "atten_mask")[..., 1] = True
-        found = run(inputs, scale)
-        assert_close(found, by_einsum(inputs, scale))
-        assert not np.any(found["dv1"][:, :, :, 1])
-        assert np.any(found["dv1"][:, :, :, 0])
 
-    def test_a_row_masked_whole_is_uniform(self) -> None:
-        inputs = make(b=1, h=1, n=2, m=3, k=4, d=8)
-        inputs["atten_mask"] = np.ones((1, 1, 2, 1, 4), np.uint8)
-        inputs["softmax_max"] = np.full((1, 1, 2, 3, 8), -FLT_MAX, np.float32)
-        inputs["softmax_sum"] = np.full((1, 1, 2, 3, 8), 4, np.float32)
-        found = run(inputs)
-        expected = np.broadcast_to(operand(inputs, "dy").sum(axis=3, keepdims=True) / 4, (1, 1, 2, 4, 8))
-        np.testing.assert_allclose(found["dv1"], expected, rtol=1e-12, atol=1e-12)
-        assert np.all(np.abs(found["dq"]) > 0)
+@pytest.mark.parametrize("scale", [0.0, -2.0, 1e-30], ids=str)
+def test_masked_scores_are_replaced_after_scaling(scale: float) -> None:
+    inputs = make(masked=0.5)
+    operand(inputs, "atten_mask")[..., 0] = False
+    operand(inputs, "atten_mask")[..., 1] = True
+    found = run(inputs, scale)
+    assert_close(found, by_einsum(inputs, scale))
+    assert not np.any(found["dv1"][:, :, :, 1])
+    assert np.any(found["dv1"][:, :, :, 0])
 
-    @pytest.mark.parametrize("one", [1, 2, 255])
-    def test_any_byte_but_zero_masks(self, one: int) -> None:
-        inputs = make(masked=0.4)
+
+def test_a_row_masked_whole_is_uniform() -> None:
+    inputs = make(b=1, h=1, n=2, m=3, k=4, d=8)
+    inputs["atten_mask"] = np.ones((1, 1, 2, 1, 4), np.uint8)
+    inputs["softmax_max"] = np.full((1, 1, 2, 3, 8), -FLT_MAX, np.float32)
+    inputs["softmax_sum"] = np.full((1, 1, 2, 3, 8), 4, np.float32)
+    found = run(inputs)
+    expected = np.broadcast_to(operand(inputs, "dy").sum(axis=3, keepdims=True) / 4, (1, 1, 2, 4, 8))
+    np.testing.assert_allclose(found["dv1"], expected, rtol=1e-12, atol=1e-12)
+    assert np.all(np.abs(found["dq"]) > 0)
+
+
+def test_any_byte_but_zero_masks() -> None:
+    inputs = make(masked=0.4)
+    expected = run(inputs)
+    for one in (1, 2, 255):
         as_bytes = operand(inputs, "atten_mask").astype(np.uint8) * np.uint8(one)
-        assert_same_bits(run({**inputs, "atten_mask": as_bytes}), run(inputs))
+        assert_same_bits(run({**inputs, "atten_mask": as_bytes}), expected)
 
 
 class TestOfficialExample:
@@ -214,10 +213,9 @@ class TestOfficialExample:
         assert found["dk1"][..., 1::2].max() == pytest.approx(16 * 1.875 * 7e17 * 128**-0.5, rel=0.02)
 
 
-class TestNonFinite:
-    @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf], ids=str)
-    @pytest.mark.parametrize("name", ["query", "key1", "value2", "dy", "softmax_max", "softmax_sum"])
-    def test_is_computed_without_a_warning(self, name: str, value: float) -> None:
+@pytest.mark.parametrize("name", ["query", "key1", "value2", "dy", "softmax_max", "softmax_sum"])
+def test_what_is_not_finite_is_computed_without_a_warning(name: str) -> None:
+    for value in (math.nan, math.inf, -math.inf):
         inputs = make(masked=0.3)
         operand(inputs, name)[0, 1, 2, 3] = value
         with np.errstate(all="ignore"):
@@ -226,16 +224,18 @@ class TestNonFinite:
         assert_close(found, expected)
         assert np.isfinite(found["dq"][1]).all()
 
-    def test_a_masked_score_is_replaced_even_if_nan(self) -> None:
-        inputs = make(masked=0.0)
-        operand(inputs, "atten_mask")[..., 4] = True
-        operand(inputs, "key1")[:, :, :, 4, 0] = math.nan
-        found = run(inputs)
-        assert not np.any(found["dv1"][:, :, :, 4])
-        assert np.isfinite(found["dv2"]).all()
 
-    def test_a_score_far_above_the_maximum_is_infinite(self) -> None:
-        inputs = make()
-        operand(inputs, "softmax_max")[...] = -1e4
-        inputs["dy"] = np.abs(operand(inputs, "dy"))
-        assert np.isposinf(run(inputs)["dv1"]).all()
+def test_a_masked_score_is_replaced_even_if_nan() -> None:
+    inputs = make(masked=0.0)
+    operand(inputs, "atten_mask")[..., 4] = True
+    operand(inputs, "key1")[:, :, :, 4, 0] = math.nan
+    found = run(inputs)
+    assert not np.any(found["dv1"][:, :, :, 4])
+    assert np.isfinite(found["dv2"]).all()
+
+
+def test_a_score_far_above_the_maximum_is_infinite() -> None:
+    inputs = make()
+    operand(inputs, "softmax_max")[...] = -1e4
+    inputs["dy"] = np.abs(operand(inputs, "dy"))
+    assert np.isposinf(run(inputs)["dv1"]).all()

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from tests.contract.references.against import against, assert_close, assert_same_bits
+from tests.derived import told
 from tests.operators import GRID_SAMPLER, GRID_SAMPLER_3D
 
 from npugrad.layout import view
@@ -25,18 +26,9 @@ Way = tuple[str, str, bool]
 
 MODES, PADDINGS = ("bilinear", "nearest"), ("zeros", "border", "reflection")
 NAMES = ("input_grad", "grid_grad")
-ALL_MODES = pytest.mark.parametrize("mode", MODES)
-EVERY_WAY = pytest.mark.parametrize(
-    "way", list(itertools.product(MODES, PADDINGS, (False, True))), ids=lambda way: "-".join(map(str, way))
-)
-
-
-def named(value: OpRecord | int) -> str:
-    """For test identifiers."""
-    return str(getattr(value, "name", value))
-
-
-RECORDS = pytest.mark.parametrize("record", [GRID_SAMPLER, GRID_SAMPLER_3D], ids=named)
+WAYS = list(itertools.product(MODES, PADDINGS, (False, True)))
+ODD_VALUES = (np.nan, np.inf, -np.inf, 1e30, -1e30, 1.7e308, 3e9, -3e9, -1e16)
+RECORDS = pytest.mark.parametrize("record", [GRID_SAMPLER, GRID_SAMPLER_3D], ids=lambda r: r.name)
 
 
 def sides_of(record: OpRecord) -> int:
@@ -157,83 +149,72 @@ def one_point(record: OpRecord, *coordinates: float, extents: tuple[int, ...] = 
     }
 
 
-@pytest.mark.parametrize(
-    ("record", "size"),
-    [*((GRID_SAMPLER, size) for size in (1, 2, 4, 8)), *((GRID_SAMPLER_3D, size) for size in (1, 2, 4))],
-    ids=named,
-)
-@EVERY_WAY
-def test_centres_edges_and_halves(record: OpRecord, way: Way, size: int) -> None:
-    """Pixels, ties between them, both borders and reflections far away; sizes make positions exact."""
-    sides, align = sides_of(record), way[2]
-    far = (6 if sides == 2 else 3) * size + 2
-    positions = np.arange(-far, far + 1) / 2
-    axis = 2 * positions / size - 1 if align else (2 * positions + 1) / size - 1
-    axes = (axis, axis) if sides == 2 else (axis, axis[::3], axis[1::2])
-    points = np.stack(np.meshgrid(*axes, indexing="ij"), -1)
-    inputs = at_points(points, (size + 1 if align else size,) * sides)
-    found = run(record, inputs, way)
-    assert_close(found, by_autograd(inputs, attrs_of(way)))
-    if size <= 4:
-        assert_close(found, by_points(inputs, attrs_of(way)), 1e-11)
-
-
-@pytest.mark.parametrize("axis", [None, 0, 1], ids=["all", "first", "second"])
-@EVERY_WAY
 @RECORDS
-def test_images_one_pixel_wide(record: OpRecord, way: Way, axis: int | None) -> None:
+def test_centres_edges_and_halves(record: OpRecord) -> None:
+    """Pixels, ties between them, both borders and reflections far away; sizes make positions exact."""
+    sides = sides_of(record)
+    for way, size in itertools.product(WAYS, (1, 2, 4, 8) if sides == 2 else (1, 2, 4)):
+        far = (6 if sides == 2 else 3) * size + 2
+        positions, align = np.arange(-far, far + 1) / 2, way[2]
+        axis = 2 * positions / size - 1 if align else (2 * positions + 1) / size - 1
+        axes = (axis, axis) if sides == 2 else (axis, axis[::3], axis[1::2])
+        points = np.stack(np.meshgrid(*axes, indexing="ij"), -1)
+        inputs = at_points(points, (size + 1 if align else size,) * sides)
+        found = run(record, inputs, way)
+        with told((way, size)):
+            assert_close(found, by_autograd(inputs, attrs_of(way)))
+            if size <= 2:
+                assert_close(found, by_points(inputs, attrs_of(way)), 1e-11)
+
+
+@RECORDS
+def test_images_one_pixel_wide(record: OpRecord) -> None:
     """But for one axis; points in the middle, on both borders and elsewhere."""
     sides = sides_of(record)
-    extents = tuple(6 if side == axis else 1 for side in range(sides))
     points = np.random.default_rng(1).uniform(-1.6, 1.6, (5,) * sides + (sides,))
     points[0], points[1], points[2] = 0, 1, -1
-    inputs = at_points(points, extents, n=2, c=3)
-    assert_close(run(record, inputs, way), by_autograd(inputs, attrs_of(way)))
+    for way, axis in itertools.product(WAYS, (None, 0, 1)):
+        inputs = at_points(points, tuple(6 if side == axis else 1 for side in range(sides)), n=2, c=3)
+        with told((way, axis)):
+            assert_close(run(record, inputs, way), by_autograd(inputs, attrs_of(way)))
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 1e30, -1e30, 1.7e308, 3e9, -3e9, -1e16])
-@pytest.mark.parametrize(
-    ("record", "axis"),
-    [*((GRID_SAMPLER, axis) for axis in range(2)), *((GRID_SAMPLER_3D, axis) for axis in range(3))],
-    ids=named,
-)
-@EVERY_WAY
-def test_points_that_are_not_finite_or_far_away(record: OpRecord, way: Way, value: float, axis: int) -> None:
-    """Nowhere, on the edge, or folded into the image, by padding; nothing warns."""
-    inputs = one_point(record, extents=(4, 4, 5))
-    inputs["grid"][..., axis] = value
-    found = run(record, inputs, way)
-    assert all(np.isfinite(array).all() for array in found.values())
-    assert_close(found, by_points(inputs, attrs_of(way)))
-    # The last one gives an infinite position.
-    is_somewhere = {"zeros": False, "border": not np.isnan(value), "reflection": abs(value) < 1e308}[way[1]]
-    assert found["input_grad"].any() == is_somewhere
-    assert is_somewhere or not found["grid_grad"].any()
-
-
-@ALL_MODES
 @RECORDS
-def test_reflection_in_one_pixel_between_corners_ignores_the_coordinate(record: OpRecord, mode: str) -> None:
-    found = run(record, one_point(record, np.nan, 0.3, extents=(1, 1, 1)), (mode, "reflection", True))
-    assert (found["input_grad"] == 1).all()
-    assert not found["grid_grad"].any()
+def test_points_that_are_not_finite_or_far_away(record: OpRecord) -> None:
+    """Nowhere, on the edge, or folded into the image, by padding; nothing warns. Each has its own image."""
+    cases = list(itertools.product(ODD_VALUES, range(sides_of(record))))
+    inputs = {
+        name: np.repeat(array, len(cases), axis=0)
+        for name, array in one_point(record, extents=(4, 4, 5)).items()
+    }
+    for place, (value, axis) in zip(inputs["grid"], cases, strict=True):
+        place[..., axis] = value
+    for way in WAYS:
+        found = run(record, inputs, way)
+        assert all(np.isfinite(array).all() for array in found.values())
+        assert_close(found, by_points(inputs, attrs_of(way)))
+        for number, (value, _) in enumerate(cases):
+            # 1.7e308 gives an infinite position.
+            is_somewhere = {"zeros": False, "border": not np.isnan(value), "reflection": abs(value) < 1e308}
+            assert found["input_grad"][number].any() == is_somewhere[way[1]], (way, value)
+            assert is_somewhere[way[1]] or not found["grid_grad"][number].any(), (way, value)
+
+
+@RECORDS
+def test_reflection_in_one_pixel_between_corners_ignores_the_coordinate(record: OpRecord) -> None:
+    for mode in MODES:
+        found = run(record, one_point(record, np.nan, 0.3, extents=(1, 1, 1)), (mode, "reflection", True))
+        assert (found["input_grad"] == 1).all()
+        assert not found["grid_grad"].any()
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-@pytest.mark.parametrize("scratch_bytes", [2**28, 3000])
 @RECORDS
-def test_corners_outside_take_nothing_from_data_that_are_not_finite(
-    record: OpRecord, scratch_bytes: int, bad: float
-) -> None:
+def test_data_that_are_not_finite_reach_no_more_than_the_corners_inside(record: OpRecord, bad: float) -> None:
     inputs = one_point(record, 5)
     inputs["grad_output"][...] = inputs["input"][...] = bad
-    found = run(record, inputs, scratch_bytes=scratch_bytes)
-    assert not any(array.any() for array in found.values())
-
-
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-@RECORDS
-def test_a_gradient_that_is_not_finite_reaches_its_corners_only(record: OpRecord, bad: float) -> None:
+    for scratch_bytes in (2**28, 3000):
+        assert not any(array.any() for array in run(record, inputs, scratch_bytes=scratch_bytes).values())
     inputs = one_point(record, 0.9, 0.3)  # x is 4.25, beyond the last column; y 1.45, z 1.7
     inputs["grad_output"][...] = bad
     found = run(record, inputs)
@@ -245,8 +226,7 @@ def test_a_gradient_that_is_not_finite_reaches_its_corners_only(record: OpRecord
     assert not np.isfinite(found["grid_grad"]).any()
 
 
-@EVERY_WAY
-def test_channels_last_are_the_same_values(way: Way) -> None:
+def test_channels_last_are_the_same_values() -> None:
     """What the record makes of volumes in NDHWC, as a backend gets them."""
     points = np.random.default_rng(5).uniform(-1.6, 1.6, (3, 2, 4, 3))
     inputs = {n: a.astype(np.float32) for n, a in at_points(points, (4, 3, 2), n=2, c=3).items()}
@@ -262,4 +242,5 @@ def test_channels_last_are_the_same_values(way: Way) -> None:
     views = {name: view(call.tensor(name), array.tobytes()) for name, array in last.items()}
     for name, array in inputs.items():
         np.testing.assert_array_equal(views[name], array)
-    assert_same_bits(run(GRID_SAMPLER_3D, views, way), run(GRID_SAMPLER_3D, inputs, way))
+    for way in WAYS:
+        assert_same_bits(run(GRID_SAMPLER_3D, views, way), run(GRID_SAMPLER_3D, inputs, way))

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.contract.references.against import against, assert_close, assert_same_bits, operand, run_like
+from tests.derived import random_cases
 from tests.operators import MSDA as RECORD
 
 Array = npt.NDArray[Any]
@@ -121,67 +123,41 @@ def by_autograd(inputs: Inputs, attrs: Any = None) -> dict[str, Array]:
 TestAgainstTorch = pytest.mark.torch(against(RECORD, by_autograd, count=250))
 
 
-class TestPlainLoop:
-    @pytest.mark.torch
-    def test_it_is_right_too(self) -> None:
-        inputs = make([(5, 3), (2, 9)], bs=2, nq=4)
-        assert_close(loop(inputs), by_autograd(inputs))
-
-    @pytest.mark.torch
-    @pytest.mark.parametrize(
-        "levels", [[(1, 7)], [(6, 1), (2, 3)], [(8, 11), (4, 6), (2, 3), (1, 2)]], ids=str
-    )
-    def test_levels_with_keys_of_no_level_between_them(self, levels: Levels) -> None:
-        inputs = make(levels, bs=2, nq=7, spare_keys=1, points=3)
-        assert_close(run(inputs), by_autograd(inputs))
-
-    def test_location_is_x_then_y(self) -> None:
-        inputs = make([(2, 9)], nq=4)
-        swapped = {**inputs, "location": operand(inputs, "location")[..., ::-1]}
-        assert not np.allclose(run(inputs)["grad_value"], run(swapped)["grad_value"])
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    "levels", [[(5, 3), (2, 9)], [(1, 7)], [(6, 1), (2, 3)], [(8, 11), (4, 6), (2, 3), (1, 2)]], ids=str
+)
+def test_levels_with_keys_of_no_level_between_them(levels: Levels) -> None:
+    """The plain loop is right, too."""
+    inputs = make(levels, bs=2, nq=7, spare_keys=1, points=3)
+    expected = by_autograd(inputs)
+    assert_close(run(inputs), expected)
+    assert_close(loop(inputs), expected)
 
 
-class TestKinks:
-    """Locations on whole pixels and at the rim, where the documented rule and grid_sample may differ."""
+def at(w: float, h: float, size: int = 4) -> dict[str, Array]:
+    """Sample a size x size level of values 1, 2, 3, ... at pixel (w, h), weight and gradient 1."""
+    return run(one_key(size, size, 0, w, h, keys=size * size))
 
-    @staticmethod
-    def at(w: float, h: float, size: int = 4) -> dict[str, Array]:
-        """Sample a size x size level of values 1, 2, 3, ... at pixel (w, h), weight and gradient 1."""
-        value = np.arange(1.0, size * size + 1).reshape(1, -1, 1, 1)
-        location = (np.array([w, h]) + 0.5) / size
-        return run(
-            {
-                "value": value,
-                "spatial_shape": np.array([[size, size]]),
-                "level_start_index": np.array([0]),
-                "location": location.reshape(1, 1, 1, 1, 1, 2),
-                "attn_weight": np.ones((1, 1, 1, 1, 1)),
-                "grad_output": np.ones((1, 1, 1)),
-            }
-        )
 
-    def test_on_a_pixel_the_slope_is_that_to_the_right_and_below(self) -> None:
-        grads = self.at(1, 2)
-        assert grads["grad_attn_weight"].item() == 10  # value[2, 1]
-        assert grads["grad_location"].ravel().tolist() == [4 * 1, 4 * 4]
-        assert np.flatnonzero(grads["grad_value"]).tolist() == [9]
-
-    def test_on_the_last_pixel_the_slope_falls_to_zero_outside(self) -> None:
-        grads = self.at(3, 3)
-        assert grads["grad_attn_weight"].item() == 16
-        assert grads["grad_location"].ravel().tolist() == [-4 * 16, -4 * 16]
-
-    @pytest.mark.parametrize(
-        ("w", "h"), [(-1, 1), (1, -1), (-1, -1), (4, 1), (1, 4), (-1.5, 0), (0, 9)], ids=lambda v: f"{v:g}"
-    )
-    def test_at_minus_one_at_the_size_and_beyond_nothing_contributes(self, w: float, h: float) -> None:
-        assert not any(np.any(grad) for grad in self.at(w, h).values())
-
-    def test_just_inside_the_rim_contributes(self) -> None:
-        grads = self.at(-0.75, 3.5)
-        assert grads["grad_attn_weight"].item() == 13 * 0.25 * 0.5
-        assert grads["grad_location"].ravel().tolist() == [4 * 13 * 0.5, -4 * 13 * 0.25]
-        assert np.flatnonzero(grads["grad_value"]).tolist() == [12]
+@pytest.mark.parametrize(
+    ("w", "h", "weight", "location", "keys"),
+    [
+        (1, 2, 10, [4 * 1, 4 * 4], [9]),  # value[2, 1]; the slope is that to the right and below
+        (3, 3, 16, [-4 * 16, -4 * 16], [15]),  # on the last pixel it falls to zero outside
+        (-0.75, 3.5, 13 * 0.25 * 0.5, [4 * 13 * 0.5, -4 * 13 * 0.25], [12]),  # just inside the rim
+        *((w, h, 0, [0, 0], []) for w, h in ((-1, 1), (1, -1), (-1, -1), (4, 1), (1, 4), (-1.5, 0), (0, 9))),
+    ],
+    ids=str,
+)
+def test_on_pixels_and_at_the_rim(
+    w: float, h: float, weight: float, location: list[float], keys: list[int]
+) -> None:
+    """Where the documented rule and grid_sample may differ."""
+    grads = at(w, h)
+    assert grads["grad_attn_weight"].item() == weight
+    assert grads["grad_location"].ravel().tolist() == location
+    assert np.flatnonzero(grads["grad_value"]).tolist() == keys
 
 
 def one_key(width: int, height: int, start: int, w: float, h: float, keys: int = 3) -> Inputs:
@@ -206,64 +182,52 @@ PLACES = st.one_of(
 )
 
 
-class TestHostileLevels:
-    @settings(max_examples=150, deadline=None)
-    @given(
-        levels=st.lists(st.tuples(SIZES, SIZES, SIZES), min_size=1, max_size=3),
-        places=st.lists(PLACES, min_size=12, max_size=12),
-        data=st.lists(st.sampled_from([1.0, -2.5, 0.0, 3.0, math.nan, math.inf]), min_size=5, max_size=5),
-        keys=st.integers(1, 7),
-    )
-    def test_equal_the_plain_loop(
-        self, levels: list[tuple[int, int, int]], places: list[float], data: list[float], keys: int
-    ) -> None:
-        """Neither raise nor warn (warnings are errors here), and touch the keys the exact rule names."""
-        shape = (1, 2, 1, len(levels), 2)
-        inputs: Inputs = {
-            "value": np.resize([*data, 0.5, 2.0], (1, keys, 1, 2)),
-            "spatial_shape": np.array([level[:2] for level in levels], dtype=np.int64),
-            "level_start_index": np.array([level[2] for level in levels], dtype=np.int64),
-            "location": np.resize(places, (*shape, 2)),
-            "attn_weight": np.resize([0.5, 1.5, -1.0, data[0]], shape),
-            "grad_output": np.resize([1.0, 0.25, data[1], -3.0], (1, 2, 2)),
-        }
-        with np.errstate(all="ignore"):
-            expected = loop(inputs)
-        assert_close(run(inputs), expected)
+@random_cases(150)
+@given(
+    levels=st.lists(st.tuples(SIZES, SIZES, SIZES), min_size=1, max_size=3),
+    places=st.lists(PLACES, min_size=12, max_size=12),
+    data=st.lists(st.sampled_from([1.0, -2.5, 0.0, 3.0, math.nan, math.inf]), min_size=5, max_size=5),
+    keys=st.integers(1, 7),
+)
+def test_hostile_levels_equal_the_plain_loop(
+    levels: list[tuple[int, int, int]], places: list[float], data: list[float], keys: int
+) -> None:
+    """Neither raise nor warn (warnings are errors here), and touch the keys the exact rule names."""
+    shape = (1, 2, 1, len(levels), 2)
+    inputs: Inputs = {
+        "value": np.resize([*data, 0.5, 2.0], (1, keys, 1, 2)),
+        "spatial_shape": np.array([level[:2] for level in levels], dtype=np.int64),
+        "level_start_index": np.array([level[2] for level in levels], dtype=np.int64),
+        "location": np.resize(places, (*shape, 2)),
+        "attn_weight": np.resize([0.5, 1.5, -1.0, data[0]], shape),
+        "grad_output": np.resize([1.0, 0.25, data[1], -3.0], (1, 2, 2)),
+    }
+    with np.errstate(all="ignore"):
+        expected = loop(inputs)
+    assert_close(run(inputs), expected)
 
-    def test_an_index_that_wraps_into_range_is_dropped(self) -> None:
+
+@pytest.mark.parametrize(
+    ("level", "place", "grad_value"),
+    [
         # Row 4 of width 2**62 starts at 2**64, which is 0 modulo 2**64.
-        inputs = one_key(width=2**62, height=8, start=0, w=-0.5, h=4)
-        assert not np.any(run(inputs)["grad_value"])
-        assert not np.any(run(inputs)["grad_attn_weight"])
-
-    def test_an_index_that_comes_into_range_only_by_its_start_is_kept(self) -> None:
-        inputs = one_key(width=2**62, height=8, start=1 - 2**62, w=-0.5, h=1)
-        assert run(inputs)["grad_value"].ravel().tolist() == [0, 0.5, 0]
-
-    def test_the_largest_start_is_dropped(self) -> None:
-        inputs = one_key(width=4, height=4, start=INT64.max, w=1.5, h=1.5)
-        assert not np.any(run(inputs)["grad_value"])
-
-    def test_only_the_corners_among_the_keys_get_a_gradient(self) -> None:
-        inputs = one_key(width=2, height=2, start=1, w=0.5, h=0.5)  # the fourth corner would be key 4 of 3
-        grads = run(inputs)
-        assert grads["grad_value"].ravel().tolist() == [0, 0.25, 0.25]
-        assert grads["grad_attn_weight"].item() == (2 + 3) * 0.25
-
-    @pytest.mark.parametrize("dtype", [np.int32, np.int64], ids=["int32", "int64"])
-    def test_index_dtypes(self, dtype: npt.DTypeLike) -> None:
-        inputs = make([(5, 3), (2, 9)])
-        indices = {
-            name: operand(inputs, name).astype(dtype) for name in ("spatial_shape", "level_start_index")
-        }
-        assert_same_bits(run({**inputs, **indices}), run(inputs))
+        pytest.param((2**62, 8, 0), (-0.5, 4), [0, 0, 0], id="wraps into range"),
+        pytest.param((2**62, 8, 1 - 2**62), (-0.5, 1), [0, 0.5, 0], id="in range only by its start"),
+        pytest.param((4, 4, INT64.max), (1.5, 1.5), [0, 0, 0], id="largest start"),
+        # The fourth corner would be key 4 of 3.
+        pytest.param((2, 2, 1), (0.5, 0.5), [0, 0.25, 0.25], id="corners among the keys"),
+    ],
+)
+def test_only_corners_among_the_keys_get_a_gradient(
+    level: tuple[int, int, int], place: tuple[float, float], grad_value: list[float]
+) -> None:
+    grads = run(one_key(*level, *place))
+    assert grads["grad_value"].ravel().tolist() == grad_value
+    assert grads["grad_attn_weight"].item() == sum(np.arange(1, 4) * grad_value)
 
 
-class TestNonFinite:
-    @pytest.mark.parametrize("place", [math.nan, math.inf, -math.inf, 1e300, -1e300], ids=str)
-    @pytest.mark.parametrize("axis", [0, 1], ids=["x", "y"])
-    def test_a_location_nowhere_contributes_nothing(self, place: float, axis: int) -> None:
+def test_a_location_nowhere_contributes_nothing() -> None:
+    for place, axis in itertools.product((math.nan, math.inf, -math.inf, 1e300, -1e300), (0, 1)):
         inputs = make([(5, 3)], nq=2)
         operand(inputs, "location")[0, 1, ..., axis] = place
         operand(inputs, "grad_output")[0, 1] = math.nan  # not even a NaN gets past it
@@ -273,29 +237,9 @@ class TestNonFinite:
         assert not np.any(grads["grad_attn_weight"][0, 1])
         assert np.all(np.isfinite(grads["grad_value"]))
 
-    def test_nan_in_keys_that_are_not_read_stays_there(self) -> None:
-        inputs = make([(5, 3), (4, 4)], spare_keys=2, nq=20)
-        expected = run(inputs)
-        operand(inputs, "value")[:, [0, 1, 17, 18]] = math.nan  # the spare keys
-        assert_same_bits(run(inputs), expected)
 
-    def test_nan_reaches_what_reads_it_and_no_more(self) -> None:
-        inputs = make([(4, 4)], nq=30, nh=1, points=1, seed=5)
-        operand(inputs, "value")[0, 5] = math.nan
-        grads, expected = run(inputs), loop(inputs)
-        assert np.isnan(grads["grad_attn_weight"]).any()
-        assert not np.isnan(grads["grad_attn_weight"]).all()
-        assert np.isfinite(grads["grad_value"]).all()
-        assert_close(grads, expected)
-
-
-LEVELS: Levels = [(8, 11), (4, 6), (2, 3)]
-
-
-class TestLayouts:
-    def test_both_ranks_of_grad_output_are_one(self) -> None:
-        inputs = make(LEVELS, bs=2, nh=3)
-        rank4 = operand(inputs, "grad_output").reshape(2, 3, 3, 8)
-        assert_same_bits(run({**inputs, "grad_output": rank4}), run(inputs))
-        strided = np.ascontiguousarray(rank4.T).T
-        assert_same_bits(run({**inputs, "grad_output": strided}), run(inputs))
+def test_nan_in_keys_that_are_not_read_stays_there() -> None:
+    inputs = make([(5, 3), (4, 4)], spare_keys=2, nq=20)
+    expected = run(inputs)
+    operand(inputs, "value")[:, [0, 1, 17, 18]] = math.nan  # the spare keys
+    assert_same_bits(run(inputs), expected)
