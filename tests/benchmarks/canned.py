@@ -7,13 +7,13 @@ address as a line of JSON and ends with its standard input.
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
 from typing import Any
 
 import grpc
 import grpc.aio
 import numpy as np
+from tests.benchmarks.contestant import tell
 
 from npugrad import codec
 from npugrad.call import ExecutionInfo
@@ -70,8 +70,7 @@ async def _serve() -> None:
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, methods),))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    sys.stdout.write(json.dumps({"address": f"127.0.0.1:{port}"}) + "\n")
-    sys.stdout.flush()
+    tell({"address": f"127.0.0.1:{port}"})
     await asyncio.to_thread(sys.stdin.read)
     await server.stop(None)
 

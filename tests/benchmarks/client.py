@@ -33,7 +33,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import ExitStack
 from typing import Any
 
 import grpc
@@ -44,7 +43,7 @@ from tests.benchmarks.canned import SMALL, small_call
 from tests.benchmarks.contestant import difference
 from tests.benchmarks.goals import Figure, Goal, at_least, promised
 from tests.benchmarks.harness import Effort, Result, compare
-from tests.benchmarks.processes import ROOT, LineProcess, started
+from tests.benchmarks.processes import ROOT, Entry, Field, LineProcess
 
 from npugrad.call import CallOptions
 from npugrad.operator import OpRecord
@@ -196,45 +195,33 @@ class Imports:
 
 def run(effort: Effort) -> Iterator[Result | Figure]:
     """Measures every case."""
-    with ExitStack() as stack:
-        server = LineProcess("tests.benchmarks.canned")
-        stack.callback(server.close)
+    with LineProcess("tests.benchmarks.canned") as server:
         address = server.read()["address"]
-        cases: list[dict[str, Any]] = [{"operator": name} for name in SMALL][: 1 if effort.quick else None]
-        pair = {OURS: "ClientCall", STUB: "StubCall"}
-        for case in cases:
-            yield from _compared(f"{case['operator']}, one at a time", case, pair, address, effort)
-        bursts = {OURS: "AsyncClientBurst", STUB: "AsyncStubBurst"}
-        for count in IN_FLIGHT[: 1 if effort.quick else None]:
+        pair = _entries({OURS: "ClientCall", STUB: "StubCall"}, address=address)
+        for name in effort.first(SMALL):
+            yield from _measured(f"{name}, one at a time", {"operator": name}, pair, effort)
+        bursts = _entries({OURS: "AsyncClientBurst", STUB: "AsyncStubBurst"}, address=address)
+        for count in effort.first(IN_FLIGHT):
             burst = {"operator": "group_norm_backward", "in_flight": count}
-            yield from _compared(f"asyncio, {count} in flight", burst, bursts, address, effort)
+            yield from _measured(f"asyncio, {count} in flight", burst, bursts, effort)
     programs = {OURS: "import npugrad_client", IMPORTS: _LIBRARIES}
-    subjects = {name: {"subject": f"{__name__}:Imports", "program": text} for name, text in programs.items()}
-    yield from _measured("import", "", {}, subjects, effort)
+    imports = {name: Entry(f"{__name__}:Imports", {"program": text}) for name, text in programs.items()}
+    yield from _measured("import", {}, imports, effort)
 
 
-def _compared(
-    name: str, case: Mapping[str, Any], pair: Mapping[str, str], address: str, effort: Effort
-) -> Iterator[Result | Figure]:
-    subjects = {who: {"subject": f"{__name__}:{what}", "address": address} for who, what in pair.items()}
-    dtype = str(small_call(get_operator(case["operator"])).tensor(_first(case)).dtype)
-    yield from _measured(name, dtype, case, subjects, effort)
-
-
-def _first(case: Mapping[str, Any]) -> str:
-    return get_operator(case["operator"]).inputs[0].name
+def _entries(subjects: Mapping[str, str], **arguments: str) -> dict[str, Entry]:
+    return {who: Entry(f"{__name__}:{what}", arguments) for who, what in subjects.items()}
 
 
 def _measured(
-    name: str,
-    dtype: str,
-    case: Mapping[str, Any],
-    subjects: Mapping[str, Mapping[str, Any]],
-    effort: Effort,
+    name: str, case: Mapping[str, Any], entries: Mapping[str, Entry], effort: Effort
 ) -> Iterator[Result | Figure]:
-    with started(effort, subjects) as contestants:
-        for contestant in contestants.values():
-            contestant.prepare(case)
+    dtype = ""
+    if case:
+        record = get_operator(case["operator"])
+        dtype = str(small_call(record).tensor(record.inputs[0].name).dtype)
+    with Field(effort, entries) as field:
+        contestants = field.prepared(case)
         ours, *peers = (contestant.fingerprint for contestant in contestants.values())
         if any(difference(ours, peer) > 0 for peer in peers if ours):
             raise RuntimeError(f"{name}: the results of the two differ")

@@ -11,7 +11,6 @@ servers never look at the data, and the gRPC clients return views of the message
 from __future__ import annotations
 
 import asyncio
-import json
 import socket
 import struct
 import sys
@@ -24,6 +23,7 @@ import grpc.aio
 import numpy as np
 import numpy.typing as npt
 from google.protobuf.wrappers_pb2 import BytesValue
+from tests.benchmarks.contestant import tell
 
 Call = Callable[[], Mapping[str, npt.NDArray[Any]]]
 
@@ -43,18 +43,12 @@ class GrpcEcho:
     """A bare grpcio client."""
 
     def __init__(self, address: str, message: str) -> None:
-        """Opens a channel.
-
-        Args:
-            address: Of a bare gRPC server.
-            message: ``"protobuf"`` or ``"identity"``.
-        """
+        """Opens a channel; a message is ``"protobuf"`` or ``"identity"``."""
         channel = grpc.insecure_channel(address, options=_OPTIONS)
-        self._is_protobuf = message == "protobuf"
-        if self._is_protobuf:
-            self._echo: Any = channel.unary_unary(
-                "/echo.Echo/Protobuf", BytesValue.SerializeToString, BytesValue.FromString
-            )
+        if message == "protobuf":
+            serializers = BytesValue.SerializeToString, BytesValue.FromString
+            echo: Any = channel.unary_unary("/echo.Echo/Protobuf", *serializers)
+            self._echo = lambda sent: echo(BytesValue(value=sent)).value
         else:
             self._echo = channel.unary_unary("/echo.Echo/Identity", None, None)
 
@@ -62,13 +56,9 @@ class GrpcEcho:
         """A call that sends an array of `nbytes` and returns one."""
         sent = payload(case["nbytes"])
 
-        def protobuf() -> Mapping[str, npt.NDArray[Any]]:
-            return {"echo": np.frombuffer(self._echo(BytesValue(value=sent.tobytes())).value, np.float32)}
-
-        def identity() -> Mapping[str, npt.NDArray[Any]]:
+        def call() -> Mapping[str, npt.NDArray[Any]]:
             return {"echo": np.frombuffer(self._echo(sent.tobytes()), np.float32)}
 
-        call = protobuf if self._is_protobuf else identity
         _check(call(), sent)
         return call
 
@@ -124,14 +114,14 @@ async def _serve_grpc() -> None:
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("echo.Echo", methods),))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    _announce(f"127.0.0.1:{port}")
+    tell({"address": f"127.0.0.1:{port}"})
     await asyncio.to_thread(sys.stdin.read)
     await server.stop(None)
 
 
 def _serve_tcp() -> None:
     listener = socket.create_server(("127.0.0.1", 0))
-    _announce(f"127.0.0.1:{listener.getsockname()[1]}")
+    tell({"address": f"127.0.0.1:{listener.getsockname()[1]}"})
     threading.Thread(target=_accept, args=(listener,), daemon=True).start()
     sys.stdin.read()
 
@@ -153,11 +143,6 @@ def _echo_tcp(connection: socket.socket) -> None:
         if not _fill(connection, data):
             return
         connection.sendall(data)
-
-
-def _announce(address: str) -> None:
-    sys.stdout.write(json.dumps({"address": address}) + "\n")
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -25,8 +25,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tests.benchmarks.contestant import tell
 from tests.benchmarks.counting.sitecustomize import DONE, FOLDER
 from tests.benchmarks.goals import Figure, at_most, figure
+from tests.benchmarks.harness import Effort
 from tests.benchmarks.processes import ROOT, LineProcess, import_path
 from tests.benchmarks.service_under_test import service
 
@@ -45,11 +47,7 @@ _PLACE = ("GroupNorm, 1 KiB", "float32")
 
 @dataclass(frozen=True)
 class Frames:
-    """What was counted.
-
-    Attributes:
-        calls: Frames by process, file and function, of each call.
-    """
+    """What was counted: frames by process, file and function, of each call."""
 
     calls: tuple[Counter[tuple[str, str, str]], ...]
 
@@ -60,11 +58,7 @@ class Frames:
         ]
 
     def places(self, depth: int) -> list[tuple[float, str]]:
-        """Where the frames are, the most first: mean of a call, place.
-
-        Args:
-            depth: 1 for processes, 2 for files as well, 3 for functions, too.
-        """
+        """Mean of a call and place, the most first; 1 deep processes, 2 files as well, 3 functions, too."""
         found: Counter[str] = Counter()
         for call in self.calls:
             for place, count in call.items():
@@ -72,7 +66,7 @@ class Frames:
         return [(count / len(self.calls), place) for place, count in found.most_common()]
 
 
-def run() -> Iterator[Figure]:
+def run(_: Effort) -> Iterator[Figure]:
     """Counts."""
     found = count_frames()
     peers = {name: statistics.median(found.of(name)) for name in (CLIENT, FRONT, WORKER)}
@@ -87,11 +81,9 @@ def count_frames() -> Frames:
         (folder / "switch").write_bytes(b"\0")
         environment = _environment(folder)
         with service(_DEVICES, environment) as address:
-            client = LineProcess("tests.benchmarks.frames", "--calls-to", address, environment=environment)
-            try:
+            arguments = "tests.benchmarks.frames", "--calls-to", address
+            with LineProcess(*arguments, environment=environment) as client:
                 client.read()
-            finally:
-                client.close()
         # Each has written what it counted by now: the first frame after the last call makes it.
         return _read(folder)
 
@@ -121,12 +113,10 @@ def _role(command: list[str]) -> str:
 def _short(file: str) -> str:
     """The name of a file without where it is installed."""
     for parent in (ROOT, *map(Path, sorted(sys.path, key=len, reverse=True))):
-        if (
-            parent.name
-            and Path(file).is_relative_to(parent)
-            and "site-packages" not in str(Path(file).relative_to(parent))
-        ):
-            return str(Path(file).relative_to(parent))
+        if parent.name and Path(file).is_relative_to(parent):
+            found = str(Path(file).relative_to(parent))
+            if "site-packages" not in found:
+                return found
     return file
 
 
@@ -143,8 +133,7 @@ def _make_calls(address: str) -> None:
             switch[0] = number + 1
             method(**operands, **call.attrs)
         switch[0] = DONE
-    json.dump({}, sys.stdout)
-    sys.stdout.write("\n")
+    tell({})
 
 
 def main() -> None:

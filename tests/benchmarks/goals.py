@@ -1,30 +1,17 @@
-"""What was to be reached, and what was: figures with their limits, for people and for scripts."""
+"""What was to be reached, and what was: figures with their limits."""
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TextIO
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-from tests.benchmarks.harness import Result
-
-_TABLE_COLUMNS = 190
+from tests.benchmarks.harness import Result, to_line
 
 
 @dataclass(frozen=True)
 class Goal:
-    """A limit of a figure.
-
-    Attributes:
-        must: What has to be reached.
-        stretch: What one would like to reach; None where more is of no use.
-        at_most: Whether less is better.
-    """
+    """A limit of a figure: what has to be reached, and what one would like to reach, if more is of use."""
 
     must: float
     stretch: float | None = None
@@ -52,16 +39,10 @@ def at_most(must: float, stretch: float | None = None) -> Goal:
 
 @dataclass(frozen=True)
 class Figure:
-    """One figure.
+    """The median, lowest and highest of what was measured, in a unit that is empty for a ratio.
 
     Attributes:
         case: What was called.
-        dtype: Element type of its data.
-        what: What was measured.
-        value: Its median.
-        low: Lowest of what was seen.
-        high: Highest.
-        unit: Of the three; empty for a ratio.
         goal: What was to be reached; None where it is shown for comparison.
         peers: The same figure of others, by name.
     """
@@ -82,21 +63,15 @@ class Figure:
         return self.goal.reached(self.value) if self.goal else ""
 
     def line(self, bench: str) -> str:
-        """The object on one line, numbers to four digits."""
-        goal = self.goal
-        found = {
-            "bench": bench,
-            "case": self.case,
-            "dtype": self.dtype,
-            "what": self.what,
-            "unit": self.unit,
-            **{name: float(f"{getattr(self, name):.4g}") for name in ("value", "low", "high")},
-            "must": goal.must if goal else None,
-            "stretch": goal.stretch if goal else None,
-            "verdict": self.verdict or None,
-            "peers": {name: float(f"{value:.4g}") for name, value in self.peers.items()},
-        }
-        return json.dumps(found)
+        """The object on one line."""
+        names = ("case", "dtype", "what", "unit", "value", "low", "high")
+        found = {"bench": bench, **{name: getattr(self, name) for name in names}}
+        limits = {name: getattr(self.goal, name, None) for name in ("must", "stretch")}
+        return to_line({**found, **limits, "verdict": self.verdict or None, "peers": self.peers})
+
+    def record(self) -> dict[str, object]:
+        """The figure for a file."""
+        return {**asdict(self), "verdict": self.verdict}
 
 
 def figure(
@@ -108,79 +83,16 @@ def figure(
     unit: str = "",
     peers: Mapping[str, float] | None = None,
 ) -> Figure:
-    """The median of what was seen, with its spread.
-
-    Args:
-        place: Case and data type.
-        what: What was measured.
-        seen: One figure for each repetition.
-        goal: What was to be reached, if anything.
-        unit: Of the figures; empty for a ratio.
-        peers: The same figure of others, by name.
-    """
+    """What was seen of a case and data type, one number for each repetition."""
     return Figure(*place, what, statistics.median(seen), min(seen), max(seen), unit, goal, peers or {})
 
 
 def promised(result: Result, goals: Mapping[str, Goal]) -> Iterator[Figure]:
-    """The figures of a comparison that were to be reached.
+    """The figures of a comparison that were to be reached, by peer: the peer's over ours.
 
-    Args:
-        result: What was measured.
-        goals: By peer, for the peer's figure over ours. Those of peers that took no part are passed over.
+    Those of peers that took no part are passed over.
     """
     for peer in result.peers:
         if peer in goals:
             place, what = (result.case, result.dtype), f"{peer}'s time over ours"
             yield figure(place, what, result.ratios(peer), goals[peer])
-
-
-def show_figures(bench: str, figures: Sequence[Figure], stream: TextIO) -> None:
-    """Prints the table of goals, that of the other figures, then one JSON object a line."""
-    console = Console(file=stream, width=_TABLE_COLUMNS, highlight=False, markup=False)
-    for title, chosen in (
-        ("Goals", [each for each in figures if each.goal]),
-        ("For comparison", [each for each in figures if not each.goal]),
-    ):
-        if chosen:
-            console.print(f"\n{title}\n")
-            console.print(_table(chosen))
-    missed = [each for each in figures if each.verdict == "NOT REACHED"]
-    if figures:
-        console.print(f"\n{len(missed)} of {sum(bool(each.goal) for each in figures)} goals not reached\n")
-    for each in figures:
-        stream.write(each.line(bench) + "\n")
-    stream.flush()
-
-
-def _table(figures: Sequence[Figure]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for name in ("case", "dtype", "what"):
-        table.add_column(name)
-    for name in ("found", "must", "stretch"):
-        table.add_column(name, justify="right")
-    table.add_column("reached")
-    table.add_column("peers")
-    for each in figures:
-        goal, unit = each.goal, each.unit and f" {each.unit}"
-        sign = "" if goal is None else "<= " if goal.at_most else ">= "
-        limits = [
-            "" if g is None else f"{sign}{g:.3g}{unit}" for g in (goal and goal.must, goal and goal.stretch)
-        ]
-        spread = "" if each.low == each.high else f" [{each.low:.3g}, {each.high:.3g}]"
-        # As text: in a markup the brackets would be a style.
-        found = Text(f"{each.value:.3g}{unit}{spread}")
-        table.add_row(
-            each.case,
-            each.dtype,
-            each.what,
-            found,
-            *limits,
-            each.verdict,
-            ", ".join(f"{name} {value:.3g}" for name, value in each.peers.items()),
-        )
-    return table
-
-
-def as_record(figures: Sequence[Figure]) -> list[dict[str, object]]:
-    """The figures for a file."""
-    return [{**asdict(each), "verdict": each.verdict} for each in figures]

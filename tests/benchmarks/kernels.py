@@ -21,13 +21,12 @@ Besides
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -36,7 +35,7 @@ from tests.benchmarks.goals import Figure, at_most, figure
 from tests.benchmarks.harness import Effort, Result, compare
 from tests.benchmarks.kernel_cases import DRAM, ERROR, FMA, MEMORY, KernelCase, all_cases
 from tests.benchmarks.operands import empty_outputs, made
-from tests.benchmarks.processes import Entry, Field, LineProcess, ProcessEnded
+from tests.benchmarks.processes import Entry, Field, ProcessEnded
 from tests.operators import GROUP_NORM
 
 from npugrad.ops import get_operator
@@ -60,17 +59,7 @@ _KEEPING = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**62), "MALL
 
 @dataclass(frozen=True)
 class Choice:
-    """What of it is measured, and with what.
-
-    Attributes:
-        operator: Part of the operator's name.
-        case: Part of the case's name.
-        dtype: Part of the data type's name.
-        parts: Of `PARTS`.
-        variant: Of the kernels; empty for the one that fits.
-        threads: For ours and as the peers' default; 0 for one for each processor.
-        peer_pythons: Interpreters of environments with peers that are not installed here.
-    """
+    """What of it is measured, and with what; see the options of the command."""
 
     operator: str = ""
     case: str = ""
@@ -98,7 +87,7 @@ class Choice:
 
     def cases(self, effort: Effort) -> list[KernelCase]:
         """Those that are measured."""
-        return [case for case in all_cases() if self.has(case)][: 1 if effort.quick else None]
+        return effort.first(case for case in all_cases() if self.has(case))
 
 
 def subtitle(choice: Choice) -> str:
@@ -138,7 +127,7 @@ def run(effort: Effort, choice: Choice) -> Iterator[Result | Figure | str]:
             if MEMORY in case.goals or effort.quick:
                 yield from _memory(case, entries, 1 if effort.quick else _FRESH_PROCESSES)
     if "start" in choice.parts:
-        yield _start(entries[OURS], 1 if effort.quick else 2 * _FRESH_PROCESSES)
+        yield _start(choice, 1 if effort.quick else 2 * _FRESH_PROCESSES)
 
 
 # ------------------------------------------------------------------------------------ contestants
@@ -151,19 +140,19 @@ def _peers(cases: Sequence[KernelCase]) -> dict[str, str]:
 def _entries(cases: Sequence[KernelCase], choice: Choice) -> tuple[dict[str, Entry], list[str]]:
     """How each contestant is started, and a line for each peer that is nowhere."""
     ours = {OURS: "KernelCall", FRESH: "FreshKernelCall", DRAM: "DramRoofline", FMA: "FmaRoofline"}
-    found = {name: Entry(f"{_SUBJECTS}:{it}", environment=choice.environment) for name, it in ours.items()}
+    environment = choice.environment
+    found = {name: Entry(f"{_SUBJECTS}:{it}", environment=environment) for name, it in ours.items()}
     missing = []
     for name, subject in _peers(cases).items():
         # A peer's module is named after what it needs.
         package = subject.partition(":")[0].rpartition(".")[2].removesuffix("_peer")
         pythons = [python for python in (sys.executable, *choice.peer_pythons) if _has(python, package)]
         if pythons:
-            found[name] = Entry(subject, pythons[0], choice.environment)
+            found[name] = Entry(subject, python=pythons[0], environment=environment)
         else:
             missing.append(f"{name} takes no part: {package} is not installed, nor under --peer-python")
     if _TORCH in found:
-        torch = found[_TORCH]
-        found[KEPT] = Entry(torch.subject, torch.python, {**torch.environment, **_KEEPING})
+        found[KEPT] = replace(found[_TORCH], environment={**environment, **_KEEPING})
     return found, missing
 
 
@@ -258,8 +247,7 @@ def _memory(
     seen: dict[str, list[float]] = {OURS: [], _TORCH: []}
     for _ in range(repetitions):
         for name, found in seen.items():
-            question = {"do": "memory", "subject": entries[name].subject, "case": case.question}
-            found.append(_fresh(entries[name], question)["extra_bytes"])
+            found.append(_asked_once(entries[name], "memory", case.question)["extra_bytes"])
     label = f"{case.label}, {MEMORY}"
     result = Result(label, case.dtype, tuple(seen[OURS]), {_TORCH: tuple(seen[_TORCH])}, unit="bytes")
     yield result
@@ -267,19 +255,15 @@ def _memory(
     yield figure((label, case.dtype), what, result.ratios(_TORCH), case.goals.get(MEMORY))
 
 
-def _start(entry: Entry, repetitions: int) -> Figure:
-    found = [_fresh(entry, {"do": "start", "case": _START}) for _ in range(repetitions)]
+def _start(choice: Choice, repetitions: int) -> Figure:
+    nobody = Entry("builtins:object", environment=choice.environment)
+    found = [_asked_once(nobody, "start", _START) for _ in range(repetitions)]
     milliseconds = [sum(each.values()) * 1e3 for each in found]
     what = "loading and first call, over NumPy"
     return figure(("any operator", str(_START["dtype"])), what, milliseconds, _START_MS, unit="ms")
 
 
-def _fresh(entry: Entry, question: Mapping[str, object]) -> dict[str, float]:
-    process = LineProcess(
-        "tests.benchmarks.fresh", json.dumps(question), python=entry.python, environment=entry.environment
-    )
-    try:
-        answer: dict[str, float] = process.read()
+def _asked_once(entry: Entry, what: str, case: Mapping[str, object]) -> dict[str, float]:
+    with entry.process() as process:
+        answer: dict[str, float] = process.ask({"do": what, "case": case})
         return answer
-    finally:
-        process.close()

@@ -19,9 +19,7 @@ Growth
 
 from __future__ import annotations
 
-import json
 import statistics
-import sys
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -30,7 +28,7 @@ from typing import Any
 import numpy as np
 from tests.benchmarks.goals import Figure, Goal, at_most, figure
 from tests.benchmarks.harness import Effort
-from tests.benchmarks.processes import LineProcess
+from tests.benchmarks.processes import Entry, LineProcess
 from tests.benchmarks.resident import restart_peak, status_bytes
 from tests.benchmarks.service_under_test import running_service
 from tests.benchmarks.transport import DEVICES, arguments
@@ -57,53 +55,48 @@ _AT_ONCE = 500
 
 @dataclass(frozen=True)
 class _Load:
-    """How many calls of a kind are made: before memory is looked at first, in quick, by default, in all."""
+    """How many calls of a kind are made: before memory is looked at first, and then by default, or in all.
+
+    Before the figures mean anything, a tenth of the first will do.
+    """
 
     before: int
-    quick: int
     reduced: int
     whole: int
 
-    def calls(self, effort: Effort, whole: bool) -> int:
-        """Those that are made after the first look."""
-        return self.quick if effort.quick else self.whole if whole else self.reduced
-
 
 _LOADS = {
-    SAME: _Load(500, 100, 20_000, 1_000_000),
-    SIGNATURES: _Load(500, 100, 20_000, 1_000_000),
-    STREAMED: _Load(200, 20, 1_000, 100_000),
+    SAME: _Load(500, 20_000, 1_000_000),
+    SIGNATURES: _Load(500, 20_000, 1_000_000),
+    STREAMED: _Load(200, 1_000, 100_000),
 }
 
 
 def run(effort: Effort, *, whole: bool = False) -> Iterator[Figure]:
-    """Measures every case.
-
-    Args:
-        effort: How long.
-        whole: Whether to make as many calls as were promised.
-    """
+    """Measures every case, if wanted with as many calls as were promised."""
     peaks = [_peak() for _ in range(1 if effort.quick else _PEAKS)]
     for who, content in ((SERVER, 2 * _PEAK_BYTES), (CLIENT, _PEAK_BYTES)):
         first, later = ([peak[call][who] / content for peak in peaks] for call in (0, 1))
         found = {"the second such call": statistics.median(later)}
         yield figure((PEAK, "float32"), f"{who}'s growth", first, GOALS[PEAK][who], peers=found)
     for kind, load in _LOADS.items():
-        count = load.calls(effort, whole)
-        grown = _growth(kind, load.before, count)
+        before = load.before // 10 if effort.quick else load.before
+        count = before if effort.quick else load.whole if whole else load.reduced
+        grown = _growth(kind, before, count)
         for who in (SERVER, CLIENT):
             what = f"{who}'s growth over {count:,} calls"
             yield figure((kind, "float32"), what, [grown[who] / _MIB], GOALS[kind][who], unit="MiB")
 
 
 def _peak() -> list[dict[str, int]]:
-    with running_service(DEVICES, "--prefault-bytes", "0") as server:
-        caller = LineProcess(__name__, json.dumps({"address": server.address}))
-        try:
-            caller.ask({"do": "large", "nbytes": _STREAMED_BYTES})
-            return [_large(caller, _pids(server)) for _ in range(2)]
-        finally:
-            caller.close()
+    with running_service(DEVICES, "--prefault-bytes", "0") as server, _caller(server) as caller:
+        caller.ask({"do": "large", "nbytes": _STREAMED_BYTES})
+        return [_large(caller, _pids(server)) for _ in range(2)]
+
+
+def _caller(server: ServerProcess) -> LineProcess:
+    """A contestant of its own, which is asked for nothing but what `Caller` can be."""
+    return Entry(f"{__name__}:Caller", {"address": server.address}).process()
 
 
 def _large(caller: LineProcess, pids: list[int]) -> dict[str, int]:
@@ -116,13 +109,9 @@ def _large(caller: LineProcess, pids: list[int]) -> dict[str, int]:
 
 
 def _growth(kind: str, before: int, calls: int) -> dict[str, int]:
-    with running_service(DEVICES) as server:
-        caller = LineProcess(__name__, json.dumps({"address": server.address}))
-        try:
-            had = _after(caller, server, kind, before)
-            has = _after(caller, server, kind, calls)
-        finally:
-            caller.close()
+    with running_service(DEVICES) as server, _caller(server) as caller:
+        had = _after(caller, server, kind, before)
+        has = _after(caller, server, kind, calls)
     return {who: has[who] - had[who] for who in has}
 
 
@@ -142,7 +131,7 @@ def _pids(server: ServerProcess) -> list[int]:
 # ------------------------------------------------------------------------------------ the caller's process
 
 
-class _Caller:
+class Caller:
     """Makes calls when told."""
 
     def __init__(self, address: str) -> None:
@@ -197,17 +186,3 @@ def signature(number: int) -> dict[str, Any]:
 
 def _zeros(*shape: int) -> Any:
     return _ZEROS[: int(np.prod(shape))].reshape(shape)
-
-
-def main() -> None:
-    """Answers questions until standard input ends."""
-    caller = _Caller(**json.loads(sys.argv[1]))
-    for line in sys.stdin:
-        question = json.loads(line)
-        answer = getattr(caller, question.pop("do"))(**question)
-        sys.stdout.write(json.dumps(answer) + "\n")
-        sys.stdout.flush()
-
-
-if __name__ == "__main__":
-    main()

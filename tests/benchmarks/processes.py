@@ -2,7 +2,8 @@
 
 Each contestant's client has a process of its own. The allocator decides how fast large messages are, and
 its state (glibc moves its mapping threshold with what was freed before), garbage and idle threads of one
-library would otherwise be measured with another one.
+library would otherwise be measured with another one. In a quick run, whose figures mean nothing, those that
+need no environment of their own share the benchmark's process.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.benchmarks.contestant import Loop
 from tests.benchmarks.harness import Effort
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,6 +27,7 @@ _PACKAGES = tuple(ROOT / name for name in ("protos", "server", "client"))
 ANSWER_TIMEOUT_S = 120.0
 """A process that says nothing for so long is ended, and the benchmark with it."""
 _END_TIMEOUT_S = 10.0
+_WARM_UP_CALLS = 3
 
 
 class ProcessEnded(RuntimeError):
@@ -38,7 +41,7 @@ def import_path() -> dict[str, str]:
 
 
 class LineProcess:
-    """A module of ours run as a process: one line of JSON in, one line out."""
+    """A module of ours run as a process, one line of JSON in, one line out; a context that ends it."""
 
     def __init__(
         self,
@@ -47,14 +50,7 @@ class LineProcess:
         python: str = sys.executable,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """Starts it; it ends when its standard input does.
-
-        Args:
-            module: What runs.
-            arguments: Of its command line.
-            python: The interpreter. Another one finds our packages too.
-            environment: Variables beside those of this process.
-        """
+        """Starts it, in the environment of this process with some variables more."""
         self._name = " ".join((module, *arguments))
         self._process = subprocess.Popen(
             [python, "-m", module, *arguments],
@@ -64,6 +60,12 @@ class LineProcess:
             cwd=ROOT,
             env={**os.environ, **import_path(), **(environment or {})},
         )
+
+    def __enter__(self) -> LineProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def read(self) -> Any:
         """Its next answer.
@@ -90,7 +92,7 @@ class LineProcess:
         return self.read()
 
     def close(self) -> None:
-        """Ends it."""
+        """Ends it by the end of its standard input."""
         for stream in (self._process.stdin, self._process.stdout):
             if stream is not None:
                 with suppress(BrokenPipeError):  # it is dead already
@@ -102,103 +104,92 @@ class LineProcess:
             self._process.wait()
 
 
+@dataclass(frozen=True)
+class Entry:
+    """How a contestant is started: "module:class" of what it calls, and what that is made from."""
+
+    subject: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    python: str = sys.executable
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def process(self) -> LineProcess:
+        """A process of its own; see `tests.benchmarks.contestant` for what it can be asked."""
+        made = json.dumps({"subject": self.subject, **self.arguments})
+        return LineProcess(
+            "tests.benchmarks.contestant", made, python=self.python, environment=self.environment
+        )
+
+
 class Contestant:
-    """One contestant's client in its own process; see `tests.benchmarks.contestant`.
+    """One contestant's client.
 
     Attributes:
         fingerprint: What identifies the results of the case that was prepared last.
     """
 
-    def __init__(self, process: LineProcess, effort: Effort) -> None:
-        self._process, self._effort = process, effort
-        self._calls = 0
+    def __init__(self, entry: Entry, effort: Effort) -> None:
+        self._effort, self._calls = effort, 0
+        is_alone = not effort.quick or bool(entry.environment) or entry.python != sys.executable
+        self._process = entry.process() if is_alone else None
+        self._ask = self._process.ask if self._process else Loop(entry.subject, **entry.arguments).answer
         self.fingerprint: dict[str, list[float]] = {}
 
     def prepare(self, case: Mapping[str, Any]) -> None:
         """Makes the operands, calls some times to warm up, and settles how many calls fill a slot."""
-        answer = self._process.ask({"do": "prepare", "case": case})
+        warm_up = 1 if self._effort.quick else _WARM_UP_CALLS
+        answer = self._ask({"do": "prepare", "case": case, "warm_up": warm_up})
         self._calls, self.fingerprint = self._effort.calls(answer["one_s"]), answer["fingerprint"]
 
     def median_s(self) -> float:
         """One slot of calls, one after the other: median seconds of a call."""
-        return float(self._process.ask({"do": "time", "calls": self._calls})["median_s"])
+        return float(self._ask({"do": "time", "calls": self._calls})["median_s"])
 
     def loaded_s(self, concurrency: int) -> Callable[[], float]:
         """What measures one slot with so many calls in flight: seconds divided by calls answered."""
-
-        def slot() -> float:
-            question = {"do": "load", "concurrency": concurrency, "seconds": self._effort.slot_s * 2}
-            return float(self._process.ask(question)["per_call_s"])
-
-        return slot
+        question = {"do": "load", "concurrency": concurrency, "seconds": self._effort.slot_s * 2}
+        return lambda: float(self._ask(question)["per_call_s"])
 
     def errors(self, golden: Path) -> dict[str, float]:
-        """The largest error of each result of a call, as a share of its largest element.
-
-        Args:
-            golden: Folder with the right results, one `.npy` file for each.
-        """
-        found = self._process.ask({"do": "errors", "golden": str(golden)})
-        return {name: float(error) for name, error in found.items()}
+        """The largest error of each result of a call against a folder of `.npy` files, as a share."""
+        found: dict[str, float] = self._ask({"do": "errors", "golden": str(golden)})
+        return found
 
     def close(self) -> None:
         """Ends its process."""
-        self._process.close()
-
-
-@dataclass(frozen=True)
-class Entry:
-    """How a contestant is started.
-
-    Attributes:
-        subject: "module:class" of what it calls.
-        python: Its interpreter.
-        environment: Variables beside those of this process.
-    """
-
-    subject: str
-    python: str = sys.executable
-    environment: Mapping[str, str] = field(default_factory=dict)
+        if self._process:
+            self._process.close()
 
 
 class Field:
-    """Contestants that start when they are first needed, and once more after they died."""
+    """Contestants by name that start when they are first needed, and once more after they died."""
 
     def __init__(self, effort: Effort, entries: Mapping[str, Entry]) -> None:
-        """Starts none yet.
-
-        Args:
-            effort: How long to measure.
-            entries: By name, how each is started.
-        """
         self._effort, self._entries = effort, entries
         self._running: dict[str, Contestant] = {}
 
     def __enter__(self) -> Field:
-        """Itself."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Ends them all."""
         for name in list(self._running):
             self.end(name)
 
     def __contains__(self, name: str) -> bool:
-        """Whether there is such a contestant."""
         return name in self._entries
 
     def __getitem__(self, name: str) -> Contestant:
         """The contestant, started if it does not run."""
         if name not in self._running:
-            entry = self._entries[name]
-            process = LineProcess(
-                "tests.benchmarks.contestant",
-                json.dumps({"subject": entry.subject}),
-                python=entry.python,
-                environment=entry.environment,
-            )
-            self._running[name] = Contestant(process, self._effort)
+            self._running[name] = Contestant(self._entries[name], self._effort)
         return self._running[name]
+
+    def prepared(self, case: Mapping[str, Any], names: Iterable[str] = ()) -> dict[str, Contestant]:
+        """Those of the names, or all, with a case to call."""
+        found = {name: self[name] for name in names or self._entries}
+        for contestant in found.values():
+            contestant.prepare(case)
+        return found
 
     def end(self, name: str) -> None:
         """Ends a contestant; the next use starts it again."""
@@ -206,31 +197,7 @@ class Field:
 
 
 @contextmanager
-def started(effort: Effort, subjects: Mapping[str, Mapping[str, Any]]) -> Iterator[dict[str, Contestant]]:
-    """Contestants by name, ended after the block.
-
-    Args:
-        effort: How long to measure.
-        subjects: By name, `subject` ("module:class") and the class's keyword arguments.
-    """
-    with ExitStack() as stack:
-        running = {}
-        for name, arguments in subjects.items():
-            process = LineProcess("tests.benchmarks.contestant", json.dumps(arguments))
-            stack.callback(process.close)
-            running[name] = Contestant(process, effort)
-        yield running
-
-
-@contextmanager
 def bare_server(kind: str) -> Iterator[str]:
-    """A server of `tests.benchmarks.echo` on loopback; yields its address.
-
-    Args:
-        kind: ``"grpc"`` or ``"tcp"``.
-    """
-    process = LineProcess("tests.benchmarks.echo", kind)
-    try:
+    """A server of `tests.benchmarks.echo` on loopback, ``"grpc"`` or ``"tcp"``; yields its address."""
+    with LineProcess("tests.benchmarks.echo", kind) as process:
         yield process.read()["address"]
-    finally:
-        process.close()

@@ -39,7 +39,6 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -47,7 +46,7 @@ from tests.benchmarks.contestant import difference
 from tests.benchmarks.goals import Figure, Goal, at_least, promised
 from tests.benchmarks.harness import Effort, Result, compare
 from tests.benchmarks.operands import Array, Call, empty_outputs, made
-from tests.benchmarks.processes import Contestant, bare_server, started
+from tests.benchmarks.processes import Contestant, Entry, Field, bare_server
 from tests.benchmarks.service_under_test import service
 from tests.operators import FLOYD, GRID_SAMPLER, GROUP_NORM, MSDA
 
@@ -89,7 +88,7 @@ GOALS: Mapping[str, Mapping[str, Goal]] = {
     "1 KiB, 32 in flight, simulated device": {GRPC: at_least(0.45, 0.7)},
 }
 """What was promised of a case, by peer."""
-_SMALL_CALL = {"nbytes": 2**10}
+_ECHO = "tests.benchmarks.transport:ServiceEcho"
 _UNCOUNTED_PROGRAM = ("-m", "tests.benchmarks.uncounted")
 _METRICS_REPETITIONS = 15
 """More than elsewhere, for a difference of some per cent."""
@@ -137,28 +136,23 @@ class ReferenceCall:
 def run(effort: Effort) -> Iterator[Result | Figure]:
     """Measures every case."""
     yield from _operators(effort)
-    for label, devices in list(LOADED.items())[: 1 if effort.quick else None]:
+    for label, devices in effort.first(LOADED.items()):
         yield from _throughput(effort, label, devices)
     yield from _cost_of_metrics(effort)
 
 
 def _operators(effort: Effort) -> Iterator[Result | Figure]:
-    with ExitStack() as stack:
-        address = stack.enter_context(service("cpu:0"))
-        subjects: dict[str, dict[str, str]] = {
-            OURS: {"subject": f"{__name__}:ServiceCall", "address": address},
-            REFERENCE: {"subject": f"{__name__}:ReferenceCall"},
-        }
-        if importlib.util.find_spec("torch") is not None and not effort.quick:
-            subjects[TORCH] = {"subject": "tests.benchmarks.torch_peer:TorchCall"}
-        contestants = stack.enter_context(started(effort, subjects))
-        for operator, sizes_name, dtype, sizes in CASES[: 1 if effort.quick else None]:
-            case = {"operator": operator, "dtype": dtype, "sizes": sizes}
-            for contestant in contestants.values():
-                contestant.prepare(case)
-            _check_same(f"{operator} {dtype}", dtype, contestants)
-            slots = {name: contestant.median_s for name, contestant in contestants.items()}
-            yield from _measured(f"{operator} {sizes_name}", dtype, slots, effort)
+    entries = {REFERENCE: Entry(f"{__name__}:ReferenceCall")}
+    if importlib.util.find_spec("torch") is not None and not effort.quick:
+        entries[TORCH] = Entry("tests.benchmarks.torch_peer:TorchCall")
+    with service("cpu:0") as address:
+        ours = {OURS: Entry(f"{__name__}:ServiceCall", {"address": address})}
+        with Field(effort, {**ours, **entries}) as field:
+            for operator, sizes_name, dtype, sizes in effort.first(CASES):
+                contestants = field.prepared({"operator": operator, "dtype": dtype, "sizes": sizes})
+                _check_same(f"{operator} {dtype}", dtype, contestants)
+                slots = {name: contestant.median_s for name, contestant in contestants.items()}
+                yield from _measured(f"{operator} {sizes_name}", dtype, slots, effort)
 
 
 def _check_same(case: str, dtype: str, contestants: Mapping[str, Contestant]) -> None:
@@ -171,38 +165,31 @@ def _check_same(case: str, dtype: str, contestants: Mapping[str, Contestant]) ->
 
 
 def _throughput(effort: Effort, label: str, devices: str) -> Iterator[Result | Figure]:
-    with ExitStack() as stack:
-        address, grpc = stack.enter_context(service(devices)), stack.enter_context(bare_server("grpc"))
-        subjects = {
-            OURS: {"subject": "tests.benchmarks.transport:ServiceEcho", "address": address},
-            GRPC: {"subject": "tests.benchmarks.echo:GrpcEcho", "address": grpc, "message": "protobuf"},
-        }
-        contestants = stack.enter_context(started(effort, subjects))
-        for contestant in contestants.values():
-            contestant.prepare(_SMALL_CALL)
-        for concurrency in CONCURRENCY[: 1 if effort.quick else None]:
-            slots = {name: contestant.loaded_s(concurrency) for name, contestant in contestants.items()}
-            yield from _measured(f"1 KiB, {concurrency} in flight, {label}", "float32", slots, effort)
+    with service(devices) as address, bare_server("grpc") as grpc:
+        peer = Entry("tests.benchmarks.echo:GrpcEcho", {"address": grpc, "message": "protobuf"})
+        entries = {OURS: Entry(_ECHO, {"address": address}), GRPC: peer}
+        for count in effort.first(CONCURRENCY):
+            yield from _loaded(f"1 KiB, {count} in flight, {label}", entries, count, effort)
 
 
 def _cost_of_metrics(effort: Effort) -> Iterator[Result | Figure]:
     label, devices = next(iter(LOADED.items()))
-    with ExitStack() as stack:
-        addresses = {
-            OURS: stack.enter_context(service(devices)),
-            UNCOUNTED: stack.enter_context(service(devices, program=_UNCOUNTED_PROGRAM)),
+    more = effort if effort.quick else replace(effort, repetitions=_METRICS_REPETITIONS)
+    with service(devices) as ours, service(devices, program=_UNCOUNTED_PROGRAM) as uncounted:
+        entries = {
+            name: Entry(_ECHO, {"address": address})
+            for name, address in ((OURS, ours), (UNCOUNTED, uncounted))
         }
-        subject = "tests.benchmarks.transport:ServiceEcho"
-        subjects = {name: {"subject": subject, "address": address} for name, address in addresses.items()}
-        contestants = stack.enter_context(started(effort, subjects))
-        for contestant in contestants.values():
-            contestant.prepare(_SMALL_CALL)
-        more = effort if effort.quick else replace(effort, repetitions=_METRICS_REPETITIONS)
-        for concurrency in (CONCURRENCY[0], CONCURRENCY[-1])[: 1 if effort.quick else None]:
-            slots = {name: contestant.loaded_s(concurrency) for name, contestant in contestants.items()}
-            yield from _measured(
-                f"cost of metrics: 1 KiB, {concurrency} in flight, {label}", "float32", slots, more
-            )
+        for count in effort.first((CONCURRENCY[0], CONCURRENCY[-1])):
+            case = f"cost of metrics: 1 KiB, {count} in flight, {label}"
+            yield from _loaded(case, entries, count, more)
+
+
+def _loaded(case: str, entries: Mapping[str, Entry], count: int, effort: Effort) -> Iterator[Result | Figure]:
+    with Field(effort, entries) as field:
+        contestants = field.prepared({"nbytes": 2**10})
+        slots = {name: contestant.loaded_s(count) for name, contestant in contestants.items()}
+        yield from _measured(case, "float32", slots, effort)
 
 
 def _measured(

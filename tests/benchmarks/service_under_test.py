@@ -22,16 +22,13 @@ def running_service(
     environment: Mapping[str, str] | None = None,
     program: Sequence[str] = SERVER_PROGRAM,
 ) -> Iterator[ServerProcess]:
-    """A server on loopback, which fails when its end was not clean.
-
-    Args:
-        devices: Such as ``"cpu:0"``.
-        flags: Beside those of all benchmarks.
-        environment: Variables beside those of this process.
-        program: What Python runs; see `tests.fix_server.run_server`.
-    """
+    """A server on loopback, which fails when its end was not clean; see `tests.fix_server.run_server`."""
     # As many threads for linear algebra as its peers take by default.
     threads = os.environ.get("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
+    # Where it may be a fork of a process that has imported it, as in tests, the path would forbid it.
+    more = (
+        {} if program == SERVER_PROGRAM and environment is None else {**import_path(), **(environment or {})}
+    )
     with (
         tempfile.TemporaryDirectory(prefix="npugrad-bench-") as folder,
         run_server(
@@ -39,7 +36,7 @@ def running_service(
             *_FLAGS,
             *flags,
             devices=devices,
-            env={"OMP_NUM_THREADS": threads, **import_path(), **(environment or {})},
+            env={"OMP_NUM_THREADS": threads, **more},
             program=program,
         ) as running,
     ):

@@ -29,7 +29,6 @@ What was expected before the first run
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
 from typing import Any
 
 import grpc
@@ -38,7 +37,7 @@ import numpy.typing as npt
 from tests.benchmarks.echo import payload
 from tests.benchmarks.goals import Figure, Goal, at_least, promised
 from tests.benchmarks.harness import Effort, Result, compare
-from tests.benchmarks.processes import Contestant, bare_server, started
+from tests.benchmarks.processes import Entry, Field, bare_server
 from tests.benchmarks.service_under_test import service
 from tests.operators import GRID_SAMPLER
 
@@ -140,30 +139,20 @@ def _check(found: Mapping[str, npt.NDArray[Any]], image: npt.NDArray[Any]) -> No
 
 def run(effort: Effort) -> Iterator[Result | Figure]:
     """Measures every case."""
-    with ExitStack() as stack:
-        ours = stack.enter_context(service(DEVICES))
-        grpc_server, tcp = (stack.enter_context(bare_server(kind)) for kind in ("grpc", "tcp"))
-        echo = "tests.benchmarks.echo"
-        subjects = {
-            OURS: {"subject": f"{__name__}:ServiceEcho", "address": ours},
-            STUB: {"subject": f"{__name__}:StubEcho", "address": ours},
-            PROTOBUF: {"subject": f"{echo}:GrpcEcho", "address": grpc_server, "message": "protobuf"},
-            IDENTITY: {"subject": f"{echo}:GrpcEcho", "address": grpc_server, "message": "identity"},
-            TCP: {"subject": f"{echo}:TcpEcho", "address": tcp},
+    echo = "tests.benchmarks.echo"
+    with service(DEVICES) as ours, bare_server("grpc") as grpc_server, bare_server("tcp") as tcp:
+        entries = {
+            OURS: Entry(f"{__name__}:ServiceEcho", {"address": ours}),
+            STUB: Entry(f"{__name__}:StubEcho", {"address": ours}),
+            PROTOBUF: Entry(f"{echo}:GrpcEcho", {"address": grpc_server, "message": "protobuf"}),
+            IDENTITY: Entry(f"{echo}:GrpcEcho", {"address": grpc_server, "message": "identity"}),
+            TCP: Entry(f"{echo}:TcpEcho", {"address": tcp}),
         }
-        contestants = stack.enter_context(started(effort, subjects))
-        for name, nbytes in list(CASES.items())[: _QUICK if effort.quick else None]:
-            caller = STUB if name.endswith(STUB) else OURS
-            chosen = {who: contestants[who] for who in (caller, PROTOBUF, IDENTITY, TCP)}
-            result = _case(name, {"nbytes": nbytes}, chosen, effort)
-            yield result
-            yield from promised(result, GOALS[name])
-
-
-def _case(
-    name: str, case: Mapping[str, Any], contestants: Mapping[str, Contestant], effort: Effort
-) -> Result:
-    for contestant in contestants.values():
-        contestant.prepare(case)
-    slots = {contestant: found.median_s for contestant, found in contestants.items()}
-    return compare(name, "float32", slots, effort)
+        with Field(effort, entries) as contestants:
+            for name, nbytes in effort.first(CASES.items(), _QUICK):
+                caller = STUB if name.endswith(STUB) else OURS
+                chosen = contestants.prepared({"nbytes": nbytes}, (caller, PROTOBUF, IDENTITY, TCP))
+                slots = {who: contestant.median_s for who, contestant in chosen.items()}
+                result = compare(name, "float32", slots, effort)
+                yield result
+                yield from promised(result, GOALS[name])
