@@ -13,6 +13,7 @@ import pytest
 from tests.client.fake_service import STREAMED, UNARY, group_norm
 
 from npugrad_client import AsyncClient, Client
+from npugrad_client._retry import RetrySchedule
 
 LIMIT_S = 60
 Make = Callable[..., Any]
@@ -53,10 +54,18 @@ class Looped:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        self.start(self._end, (), {}).result(LIMIT_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+    async def _end(self) -> None:
+        """Closes the client, and ends the tasks that are left as `asyncio.run` does."""
+        await self.client.close()
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
 
 
 class _Submit:
@@ -70,12 +79,28 @@ class _Submit:
 
 BOTH = pytest.mark.parametrize("make", [Client, Looped], ids=["threads", "asyncio"])
 WAYS = pytest.mark.parametrize("way", [UNARY, STREAMED], ids=["unary", "streamed"])
+PAIRS = pytest.mark.parametrize(
+    ("make", "way"), [(Client, UNARY), (Looped, STREAMED)], ids=["threads-unary", "asyncio-streamed"]
+)
+"""For what takes long, or hardly depends on either."""
 
 
 def call_once(make: Make, target: Any, call: dict[str, Any] | None = None, **options: Any) -> Any:
     """What a new client gets for one call."""
     with make(target, **{"timeout_s": LIMIT_S, **options}) as client:
         return client.group_norm_backward(**(call or group_norm()))
+
+
+def failures(monkeypatch: pytest.MonkeyPatch) -> threading.Semaphore:
+    """Released for each try that its client has seen fail, before it looks what comes next."""
+    seen, failed = threading.Semaphore(0), RetrySchedule.failed
+
+    def note(self: RetrySchedule, *told: Any) -> bool:
+        seen.release()
+        return failed(self, *told)
+
+    monkeypatch.setattr(RetrySchedule, "failed", note)
+    return seen
 
 
 def caught(act: Callable[[], Any]) -> Any:

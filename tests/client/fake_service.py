@@ -180,35 +180,59 @@ def abort_with(context: Context, error: NpugradError) -> None:
 
 
 class Gate:
-    """Holds calls on the server until a test lets them go, or 30 s have passed."""
+    """Holds calls on the server until a test lets them go, or 30 s have passed.
+
+    Attributes:
+        given_up: Released for each call whose client did not wait so long.
+        most: How many were held at once.
+    """
 
     def __init__(self) -> None:
+        self.given_up = threading.Semaphore(0)
+        self.most = self._now = 0
+        self._lock = threading.Lock()
         self._open = threading.Event()
-        self._arrived: queue.Queue[None] = queue.Queue()
+        self._arrived: queue.SimpleQueue[None] = queue.SimpleQueue()
 
-    def hold(self) -> None:
+    def hold(self, context: Context | None = None) -> None:
         """Called by a handler: tells that it is there and waits."""
+
+        def end() -> None:
+            if not self._open.is_set():
+                self.given_up.release()
+
+        if context is not None and not context.add_callback(end):
+            end()
+        with self._lock:
+            self._now += 1
+            self.most = max(self.most, self._now)
         self._arrived.put(None)
         self._open.wait(30)
+        with self._lock:
+            self._now -= 1
 
     def wait_for_call(self) -> None:
         """Returns when a call is held."""
         self._arrived.get(timeout=30)
 
+    def wait_until_given_up(self) -> None:
+        """Returns when the client of a call that was held has given it up."""
+        assert self.given_up.acquire(timeout=30), "the server never heard of it"
+
     def unary(self, record: OpRecord, request: Any, context: Context) -> Any:
         """A handler that is held, and answers with zeros."""
-        self.hold()
+        self.hold(context)
         return zeros(record, request, context)
 
     def execute(
         self, frames: Iterator[backward_pb2.ExecuteRequest], context: Context
     ) -> Iterator[backward_pb2.ExecuteResponse]:
-        """The same for streams."""
-        self.hold()
+        """The same for streams, whose frames it reads afterwards."""
+        self.hold(context)
         yield from stream_zeros(frames, context)
 
     def open(self) -> None:
-        """Lets all calls go."""
+        """Lets all calls go, those that come later as well."""
         self._open.set()
 
 

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
-from tests.client.fake_service import (
-    STREAMED,
-    UNARY,
-    Gate,
-    fake_service,
-    group_norm,
-)
+from tests.client.both import BOTH, PAIRS, WAYS, Looped, Make, call_once, failures
+from tests.client.fake_service import STREAMED, UNARY, Gate, fake_service, group_norm
 
 import npugrad
 from npugrad_client import (
@@ -35,40 +30,32 @@ from npugrad_client._targets import DEFAULT_PORT
 from npugrad_server.config import ServerSettings
 from npugrad_server.rpc.transport import LEAST_PING_INTERVAL_S
 
-WAYS = pytest.mark.parametrize("stream_from_bytes", [UNARY, STREAMED], ids=["unary", "streamed"])
-
-
 # ------------------------------------------------------------------------------------------------- closed
 
 
 @WAYS
-def test_a_closed_client_says_so(stream_from_bytes: int) -> None:
-    with fake_service() as service:
-        client = Client(service.address, timeout_s=20, stream_from_bytes=stream_from_bytes)
-        client.group_norm_backward(**group_norm())
-        client.close()
-        client.close()
-        for act in (lambda: client.group_norm_backward(**group_norm()), client.server_info):
-            with pytest.raises(RuntimeError, match=f"the client for {service.address} is closed"):
-                act()
-
-
-@WAYS
-def test_closing_cancels_calls_in_flight(stream_from_bytes: int) -> None:
+@BOTH
+def test_closing_cancels_calls_in_flight_and_a_closed_client_says_so(make: Make, way: int) -> None:
     gate = Gate()
-    with fake_service(gate.unary, gate.execute) as service, ThreadPoolExecutor(1) as pool:
-        client = Client(service.address, timeout_s=30, stream_from_bytes=stream_from_bytes)
-        flying = pool.submit(client.group_norm_backward, **group_norm())
+    with (
+        fake_service(gate.unary, gate.execute) as service,
+        make(service.address, timeout_s=30, stream_from_bytes=way) as client,
+    ):
+        flying = client.submit.group_norm_backward(**group_norm())
         gate.wait_for_call()
+        client.close()
         client.close()
         with pytest.raises(Cancelled, match="group_norm_backward"):
             flying.result(20)
+        for act in (lambda: client.group_norm_backward(**group_norm()), client.server_info):
+            with pytest.raises(RuntimeError, match=f"the client for {service.address} is closed"):
+                act()
         gate.open()
 
 
 def test_threads_may_open_and_close_clients_at_once() -> None:
     def open_some(number: int) -> None:
-        for _ in range(100):
+        for _ in range(25):
             client = Client(service.address, timeout_s=20)
             if number % 2:
                 client.group_norm_backward(**group_norm())
@@ -90,39 +77,33 @@ def closed_port() -> Iterator[str]:
 
 
 @WAYS
+@BOTH
 def test_an_unreachable_server_is_named_even_without_a_deadline(
-    closed_port: str, stream_from_bytes: int
+    closed_port: str, make: Make, way: int
 ) -> None:
-    policy = RetryPolicy(retry_for_s=0)
-    with Client(closed_port, stream_from_bytes=stream_from_bytes, retry=policy) as client:
-        with pytest.raises(
-            ConnectError, match=f"^group_norm_backward: cannot reach {closed_port}: "
-        ) as caught:
-            client.group_norm_backward(**group_norm())
-        with pytest.raises(ConnectError, match=f"^server_info: cannot reach {closed_port}: "):
-            client.server_info()
-    assert caught.value.retryable
-    assert isinstance(caught.value, TransportError)
+    with make(closed_port, stream_from_bytes=way, retry=RetryPolicy(retry_for_s=0)) as client:
+        for what, act in (
+            ("group_norm_backward", lambda: client.group_norm_backward(**group_norm())),
+            ("server_info", client.server_info),
+        ):
+            with pytest.raises(ConnectError, match=f"^{what}: cannot reach {closed_port}: ") as caught:
+                act()
+            assert caught.value.retryable
+            assert isinstance(caught.value, TransportError)
 
 
-def test_a_socket_that_is_not_there_is_named_too() -> None:
-    target = "unix:/nonexistent/npugrad.sock"
-    with (
-        Client(target, retry=RetryPolicy(retry_for_s=0)) as client,
-        pytest.raises(ConnectError, match=target) as caught,
-    ):
+@pytest.mark.parametrize(
+    ("target", "is_misconfigured", "tries"),
+    [("unix:/nonexistent/npugrad.sock", False, 1), ("no.such.invalid:1", True, 4)],
+)
+def test_a_socket_or_a_name_that_is_not_there_is_named_too(
+    target: str, is_misconfigured: bool, tries: int
+) -> None:
+    """A name that nobody knows is given up soon."""
+    policy = RetryPolicy() if is_misconfigured else RetryPolicy(retry_for_s=0)
+    with Client(target, retry=policy) as client, pytest.raises(ConnectError, match=target) as caught:
         client.server_info()
-    assert not caught.value.is_misconfigured
-
-
-def test_a_name_that_nobody_knows_is_given_up_soon() -> None:
-    with (
-        Client("no.such.invalid:1") as client,
-        pytest.raises(ConnectError, match=r"no\.such\.invalid") as caught,
-    ):
-        client.server_info()
-    assert caught.value.is_misconfigured
-    assert caught.value.tries == 4
+    assert (caught.value.is_misconfigured, caught.value.tries) == (is_misconfigured, tries)
 
 
 class _Page(BaseHTTPRequestHandler):
@@ -137,50 +118,47 @@ def web_port(request: pytest.FixtureRequest) -> Iterator[str]:
     """A web server; Python's own answers with a bare page, as metrics ports do, others with a status line."""
     handler = type("Page", (_Page,), {"default_request_version": request.param})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as web, ThreadPoolExecutor(1) as pool:
-        pool.submit(web.serve_forever)
+        pool.submit(web.serve_forever, 0.01)
         yield f"127.0.0.1:{web.server_port}"
         web.shutdown()
 
 
-@WAYS
-def test_a_port_that_speaks_http1_is_told_from_a_server(web_port: str, stream_from_bytes: int) -> None:
+@PAIRS
+def test_a_port_that_speaks_http1_is_told_from_a_server(web_port: str, make: Make, way: int) -> None:
     expected = (
         rf"cannot reach {web_port}: what listens there does not speak HTTP/2.*listening on., port 50051"
     )
-    with (
-        Client(web_port, stream_from_bytes=stream_from_bytes) as client,
-        pytest.raises(ConnectError, match=expected) as caught,
-    ):
-        client.group_norm_backward(**group_norm())
+    with pytest.raises(ConnectError, match=expected) as caught:
+        call_once(make, web_port, stream_from_bytes=way)
     assert caught.value.is_misconfigured
     assert caught.value.tries == 4
 
 
-@pytest.mark.parametrize(
-    ("target", "expected"),
-    [
-        ("localhost", "localhost:50051"),
-        ("localhost:1", "localhost:1"),
-        ("10.0.0.1", "10.0.0.1:50051"),
-        ("npu-7.example.org", "npu-7.example.org:50051"),
-        ("dns:///npugrad", "dns:///npugrad:50051"),
-        ("dns:npugrad", "dns:npugrad:50051"),
-        ("dns://8.8.8.8/npugrad", "dns://8.8.8.8/npugrad:50051"),
-        ("dns:///npugrad:443", "dns:///npugrad:443"),
-        ("[::1]", "[::1]:50051"),
-        ("::1", "[::1]:50051"),
-        ("dns:///[::1]", "dns:///[::1]:50051"),
-        ("[::1]:443", "[::1]:443"),
-        ("unix:/run/npugrad.sock", "unix:/run/npugrad.sock"),
-        ("unix:npugrad.sock", "unix:npugrad.sock"),
-        ("ipv4:127.0.0.1:1,127.0.0.2:2", "ipv4:127.0.0.1:1,127.0.0.2:2"),
-        ("xds:///npugrad", "xds:///npugrad"),
-    ],
-)
-def test_a_host_without_a_port_is_asked_on_ours(target: str, expected: str) -> None:
-    assert Client(target).target == expected
-    assert AsyncClient([target, "other"]).target == f"{expected}, other:50051"
-    assert Client([target, expected]).target == expected
+TARGETS = [
+    ("localhost", "localhost:50051"),
+    ("localhost:1", "localhost:1"),
+    ("10.0.0.1", "10.0.0.1:50051"),
+    ("npu-7.example.org", "npu-7.example.org:50051"),
+    ("dns:///npugrad", "dns:///npugrad:50051"),
+    ("dns:npugrad", "dns:npugrad:50051"),
+    ("dns://8.8.8.8/npugrad", "dns://8.8.8.8/npugrad:50051"),
+    ("dns:///npugrad:443", "dns:///npugrad:443"),
+    ("[::1]", "[::1]:50051"),
+    ("::1", "[::1]:50051"),
+    ("dns:///[::1]", "dns:///[::1]:50051"),
+    ("[::1]:443", "[::1]:443"),
+    ("unix:/run/npugrad.sock", "unix:/run/npugrad.sock"),
+    ("unix:npugrad.sock", "unix:npugrad.sock"),
+    ("ipv4:127.0.0.1:1,127.0.0.2:2", "ipv4:127.0.0.1:1,127.0.0.2:2"),
+    ("xds:///npugrad", "xds:///npugrad"),
+]
+
+
+def test_a_host_without_a_port_is_asked_on_ours() -> None:
+    for target, expected in TARGETS:
+        assert Client(target).target == expected
+        assert AsyncClient([target, "other"]).target == f"{expected}, other:50051"
+        assert Client([target, expected]).target == expected
 
 
 def test_the_client_pings_seldom_enough_for_the_server() -> None:
@@ -205,12 +183,10 @@ def test_the_default_port_is_the_one_that_the_server_listens_on() -> None:
         ("tcp://", "'localhost:50051'"),
     ],
 )
-@pytest.mark.parametrize("cls", [Client, AsyncClient])
-def test_a_url_is_told_from_a_target(cls: Any, target: str, expected: str) -> None:
-    for given in (target, ["localhost", target]):
-        with pytest.raises(
-            ValueError, match=f"^target: found the URL '.*'; expected host:port .* {expected}$"
-        ):
+def test_a_url_is_told_from_a_target(target: str, expected: str) -> None:
+    message = f"^target: found the URL '.*'; expected host:port .* {expected}$"
+    for cls, given in ((Client, target), (AsyncClient, ["localhost", target])):
+        with pytest.raises(ValueError, match=message):
             cls(given)
 
 
@@ -227,23 +203,21 @@ def test_what_is_no_target_is_told_at_once(target: Any, error: type[Exception], 
         Client(target)
 
 
-def test_a_client_reads_a_unix_socket(tmp_path: Path) -> None:
-    with (
-        fake_service(address=f"unix:{tmp_path / 's'}") as service,
-        Client(service.address, timeout_s=20) as c,
-    ):
-        assert c.group_norm_backward(**group_norm()).info.device == "test:0"
-
-
-def test_a_server_that_comes_back_is_found_again(tmp_path: Path) -> None:
+@BOTH
+def test_a_server_that_comes_back_is_found_again(
+    tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed = failures(monkeypatch)
     address = f"unix:{tmp_path / 's'}"
-    with Client(address, timeout_s=20) as client:
+    with make(address, timeout_s=20) as client:
         with fake_service(address=address):
             client.group_norm_backward(**group_norm())
         flying = client.submit.group_norm_backward(**group_norm())
-        assert not wait([flying], 3).done, "it did not wait for the server"
+        for _ in range(4):
+            assert failed.acquire(timeout=20)
+        assert not flying.done(), "it did not wait for the server"
         with fake_service(address=address):
-            assert flying.result(30).info.tries > 1
+            assert flying.result(30).info.tries > 4
 
 
 def test_loopback_is_never_asked_of_a_proxy(closed_port: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,40 +230,31 @@ def test_loopback_is_never_asked_of_a_proxy(closed_port: str, monkeypatch: pytes
 
 
 @pytest.mark.parametrize(
-    ("target", "is_direct"),
+    ("target", "is_direct", "is_short"),
     [
-        ("localhost:50051", True),
-        ("127.0.0.1:50051", True),
-        ("127.1.2.3", True),
-        ("[::1]:50051", True),
-        ("dns:///localhost:1", True),
-        ("ipv4:127.0.0.1:1", True),
-        ("localhost.example.org:1", False),
-        ("10.0.0.1:1", False),
-        ("127.example.org:1", False),
-        ("[2001:db8::1]:1", False),
-        ("dns:///service.ns:50051", False),
+        ("localhost:50051", True, True),
+        ("127.0.0.1:50051", True, True),
+        ("127.1.2.3", True, True),
+        ("[::1]:50051", True, True),
+        ("dns:///localhost:1", True, True),
+        ("ipv4:127.0.0.1:1", True, True),
+        ("unix:/run/npugrad.sock", False, True),
+        ("unix:///run/npugrad.sock", False, True),
+        ("unix-abstract:npugrad", False, True),
+        ("localhost.example.org:1", False, False),
+        ("10.0.0.1:1", False, False),
+        ("127.example.org:1", False, False),
+        ("unix.example.org:1", False, False),
+        ("[2001:db8::1]:1", False, False),
+        ("dns:///service.ns:50051", False, False),
     ],
 )
-def test_other_hosts_may_be_behind_one(target: str, is_direct: bool) -> None:
-    assert (("grpc.enable_http_proxy", 0) in channel_options(target)) is is_direct
-
-
-@pytest.mark.parametrize(
-    ("target", "is_short"),
-    [
-        ("localhost:50051", True),
-        ("dns:///localhost:1", True),
-        ("unix:/run/npugrad.sock", True),
-        ("unix:///run/npugrad.sock", True),
-        ("unix-abstract:npugrad", True),
-        ("unix.example.org:1", False),
-        ("10.0.0.1:1", False),
-        ("dns:///service.ns:50051", False),
-    ],
-)
-def test_little_is_read_ahead_on_one_host_alone(target: str, is_short: bool) -> None:
-    assert (("grpc.http2.bdp_probe", 0) in channel_options(target)) is is_short
+def test_other_hosts_may_be_behind_a_proxy_and_little_is_read_ahead_on_this_one_alone(
+    target: str, is_direct: bool, is_short: bool
+) -> None:
+    options = channel_options(target)
+    assert (("grpc.enable_http_proxy", 0) in options) is is_direct
+    assert (("grpc.http2.bdp_probe", 0) in options) is is_short
 
 
 def test_a_service_of_another_kind_is_told_what_was_expected() -> None:
@@ -307,20 +272,19 @@ def test_a_service_of_another_kind_is_told_what_was_expected() -> None:
     assert isinstance(caught.value.cause, grpc.RpcError)
 
 
-def test_bytes_that_are_no_reply_are_an_error() -> None:
+@pytest.mark.parametrize(
+    ("make", "way", "data"),
+    [
+        (Client, UNARY, b"\xff\xff"),
+        (Looped, UNARY, b"\xff\xff"),
+        (Client, STREAMED, b"\xff\xff"),
+        (Client, STREAMED, b"\x12\x04\x1a\x09ab"),
+    ],
+    ids=["no reply", "no reply to a task", "no frame", "half a chunk"],
+)
+def test_bytes_that_are_no_reply_are_an_error(make: Make, way: int, data: bytes) -> None:
     with (
-        fake_service(unary=lambda *_: b"\xff\xff") as service,
-        Client(service.address, timeout_s=20) as client,
+        fake_service(unary=lambda *_: data, execute=lambda *_: iter([data])) as service,  # type: ignore[arg-type]
         pytest.raises(NpugradError, match=f"{service.address}: INTERNAL: .*deserializ"),
     ):
-        client.group_norm_backward(**group_norm())
-
-
-@pytest.mark.parametrize("data", [b"\xff\xff", b"\x12\x04\x1a\x09ab"], ids=["nothing", "half a chunk"])
-def test_frames_that_are_none_are_an_error(data: Any) -> None:
-    with (
-        fake_service(execute=lambda *_: iter([data])) as service,
-        Client(service.address, timeout_s=20, stream_from_bytes=STREAMED) as client,
-        pytest.raises(NpugradError, match=f"{service.address}: INTERNAL: .*deserializ"),
-    ):
-        client.group_norm_backward(**group_norm())
+        call_once(make, service.address, stream_from_bytes=way)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import inspect
 import threading
 from collections.abc import Callable, Iterator
@@ -12,18 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.calls import sample
-from tests.client.fake_service import (
-    STREAMED,
-    UNARY,
-    Context,
-    Seen,
-    abort_with,
-    fake_service,
-    group_norm,
-    stream_zeros,
-    zeros,
-)
+from tests.client.both import BOTH, WAYS, Make, failures
+from tests.client.fake_service import Context, Gate, Seen, abort_with, fake_service, group_norm
 from tests.fix_server import ServerProcess
 
 from npugrad import OPERATORS
@@ -31,192 +22,198 @@ from npugrad.errors import ServerBusy
 from npugrad.operator import OpRecord
 from npugrad_client import AsyncClient, Cancelled, Client, InvalidOperand, NpugradError, RetryPolicy
 
-WAYS = pytest.mark.parametrize("way", [UNARY, STREAMED], ids=["unary", "streamed"])
-
-
-class Held:
-    """A service that holds calls until it is told to answer, and counts."""
-
-    def __init__(self) -> None:
-        self.open = threading.Event()
-        self.arrived, self.given_up = threading.Semaphore(0), threading.Semaphore(0)
-        self.most = self._now = 0
-        self._lock = threading.Lock()
-        self.address = ""
-
-    def hold(self, context: Context) -> None:
-        ended = threading.Event()
-
-        def end() -> None:
-            if not self.open.is_set():
-                self.given_up.release()
-            ended.set()
-
-        context.add_callback(end)
-        with self._lock:
-            self._now += 1
-            self.most = max(self.most, self._now)
-        self.arrived.release()
-        while not (self.open.is_set() or ended.wait(0.01)):
-            pass
-        with self._lock:
-            self._now -= 1
-
-    def unary(self, record: OpRecord, request: Any, context: Context) -> Any:
-        self.hold(context)
-        return zeros(record, request, context)
-
-    def execute(self, frames: Any, context: Context) -> Iterator[Any]:
-        self.hold(context)
-        yield from stream_zeros(frames, context)
-
 
 @contextmanager
-def held() -> Iterator[Held]:
-    service = Held()
-    with fake_service(service.unary, service.execute) as seen:
-        service.address = seen.address
+def held() -> Iterator[tuple[Gate, str]]:
+    """A service that holds calls, and its address."""
+    gate = Gate()
+    with fake_service(gate.unary, gate.execute) as seen:
         try:
-            yield service
+            yield gate, seen.address
         finally:
-            service.open.set()
+            gate.open()
 
 
 # ------------------------------------------------------------------------------------------------ futures
 
 
-@pytest.mark.parametrize("operator", OPERATORS)
-def test_a_future_has_the_methods_result(server: ServerProcess, operator: str) -> None:
-    call = sample(operator, seed=3)
-    with Client(server.address, timeout_s=60) as client:
-        future = getattr(client.submit, operator)(**call.arrays, **call.call.attrs)
-        grads = future.result(60)
-        assert {n: getattr(grads, n).tobytes() for n in call.outputs} == call.reference()
+def test_a_method_of_submit_takes_what_the_client_takes() -> None:
+    for operator in OPERATORS:
+        plain, started = (
+            inspect.signature(getattr(cls, operator)) for cls in (Client, type(Client("localhost:1").submit))
+        )
+        assert started.parameters == plain.parameters
+        assert started.return_annotation == f"Future[{plain.return_annotation}]"
 
 
-@pytest.mark.parametrize("operator", OPERATORS)
-def test_a_method_of_submit_takes_what_the_client_takes(operator: str) -> None:
-    plain, started = (
-        inspect.signature(getattr(cls, operator)) for cls in (Client, type(Client("localhost:1").submit))
-    )
-    assert started.parameters == plain.parameters
-    assert started.return_annotation == f"Future[{plain.return_annotation}]"
-
-
-def test_any_method_can_be_started(server: ServerProcess) -> None:
+def test_any_method_can_be_started_and_its_errors_come_out_of_the_future(server: ServerProcess) -> None:
     with Client(server.address, timeout_s=60) as client:
         assert client.submit(client.server_info).result(60).operators == tuple(OPERATORS)
         assert client.submit(client.list_operators, timeout_s=20).result(60)
-
-
-def test_errors_come_out_of_the_future(server: ServerProcess) -> None:
-    with Client(server.address, timeout_s=60) as client:
-        future = client.submit.group_norm_backward(**{**group_norm(), "group": 0})
         with pytest.raises(InvalidOperand):
-            future.result(60)
+            client.submit.group_norm_backward(**{**group_norm(), "group": 0}).result(60)
 
 
 def test_no_more_calls_are_in_flight_than_there_are_threads() -> None:
-    with held() as service, Client(service.address, timeout_s=30, threads=3) as client:
+    with held() as (gate, address), Client(address, timeout_s=30, threads=3) as client:
         flying = [client.submit.group_norm_backward(**group_norm()) for _ in range(12)]
         for _ in range(3):
-            assert service.arrived.acquire(timeout=20)
-        service.open.set()
+            gate.wait_for_call()
+        gate.open()
         assert not wait(flying, 30).not_done
-        assert service.most == 3
+        assert gate.most == 3
+    with pytest.raises(ValueError, match="threads: found 0; expected 1 or more"):
+        Client("localhost:1", threads=0)
 
 
 @WAYS
-def test_cancelling_a_call_in_flight_reaches_the_server(way: int) -> None:
-    with held() as service, Client(service.address, timeout_s=30, stream_from_bytes=way) as client:
+@BOTH
+def test_cancelling_a_call_in_flight_reaches_the_server(make: Make, way: int) -> None:
+    with held() as (gate, address), make(address, timeout_s=30, stream_from_bytes=way) as client:
         future = client.submit.group_norm_backward(**group_norm())
-        assert service.arrived.acquire(timeout=20)
+        gate.wait_for_call()
         assert future.cancel()
-        with pytest.raises(Cancelled, match="group_norm_backward"):
+        with pytest.raises((Cancelled, CancelledError)) as caught:
             future.result(20)
-        assert service.given_up.acquire(timeout=20)
-        assert not future.cancel()
+        gate.wait_until_given_up()
+        if make is Client:
+            assert "group_norm_backward" in str(caught.value)
+            assert not future.cancel()
 
 
-def test_a_call_that_waits_for_its_next_try_can_be_cancelled() -> None:
-    def unary(record: OpRecord, request: Any, context: Context) -> Any:
-        abort_with(context, ServerBusy("full", retry_after_s=20))
+def full(record: OpRecord, request: Any, context: Context) -> Any:
+    """Asks to wait for much longer than a test may take."""
+    abort_with(context, ServerBusy("full", retry_after_s=20.0))
 
-    with fake_service(unary) as service, Client(service.address) as client:
-        future = client.submit.group_norm_backward(**group_norm())
-        while not service.methods:
-            pass
-        assert future.cancel()
-        with pytest.raises(Cancelled):
-            future.result(10)
+
+@BOTH
+@pytest.mark.parametrize("policy", [RetryPolicy(), RetryPolicy(hedge_after_s=60)], ids=["plain", "hedged"])
+@pytest.mark.parametrize("end", ["close", "cancel", "close under a plain call"])
+def test_a_call_that_waits_for_its_next_try_can_be_ended(
+    make: Make, policy: RetryPolicy, end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed = failures(monkeypatch)
+    with (
+        fake_service(full) as service,
+        ThreadPoolExecutor(1) as pool,
+        make(service.address, retry=policy) as client,
+    ):
+        if end == "close under a plain call":
+            future = pool.submit(client.group_norm_backward, **group_norm())
+        else:
+            future = client.submit.group_norm_backward(**group_norm())
+        assert failed.acquire(timeout=20)
+        if end == "cancel":
+            assert future.cancel()
+        else:
+            client.close()
+        with pytest.raises((Cancelled, CancelledError) if end == "cancel" else Cancelled):
+            future.result(5)  # far from when the server asked for the next try
     assert len(service.methods) == 1
 
 
 def test_a_hedged_call_is_cancelled_with_all_its_tries() -> None:
     policy = RetryPolicy(hedge_after_s=0.01, max_tries=2)
-    with held() as service, Client(service.address, timeout_s=30, retry=policy) as client:
+    with held() as (gate, address), Client(address, timeout_s=30, retry=policy) as client:
         future = client.submit.group_norm_backward(**group_norm())
         for _ in range(2):
-            assert service.arrived.acquire(timeout=20)
+            gate.wait_for_call()
         assert future.cancel()
         with pytest.raises(Cancelled):
             future.result(20)
         for _ in range(2):
-            assert service.given_up.acquire(timeout=20)
+            gate.wait_until_given_up()
 
 
 def test_a_call_that_has_not_begun_is_never_sent() -> None:
-    with held() as service, Client(service.address, timeout_s=30, threads=1) as client:
+    gate = Gate()
+    with fake_service(gate.unary) as seen, Client(seen.address, timeout_s=30, threads=1) as client:
         first, second = (client.submit.group_norm_backward(**group_norm()) for _ in range(2))
-        assert service.arrived.acquire(timeout=20)
+        gate.wait_for_call()
         assert second.cancel()
         with pytest.raises(CancelledError):
             second.result(20)
-        service.open.set()
+        gate.open()
         first.result(20)
-        assert not service.arrived.acquire(blocking=False)
+        assert len(seen.methods) == 1
 
 
-def test_closing_the_client_ends_all_futures() -> None:
-    with held() as service:
-        client = Client(service.address, timeout_s=30, threads=2)
+def test_who_waits_for_futures_hears_of_those_that_a_closed_client_never_began() -> None:
+    with held() as (gate, address):
+        client = Client(address, timeout_s=30, threads=2)
         flying = [client.submit.group_norm_backward(**group_norm()) for _ in range(6)]
         for _ in range(2):
-            assert service.arrived.acquire(timeout=20)
+            gate.wait_for_call()
+        assert flying[3].cancel()
         client.close()
+        assert not wait(flying, 10).not_done
         for future in flying:
             with pytest.raises((Cancelled, CancelledError, RuntimeError)):
-                future.result(20)
+                future.result()
+        with pytest.raises(RuntimeError, match=f"the client for {address} is closed"):
+            client.submit.group_norm_backward(**group_norm())
 
 
-def test_threads_below_one_are_refused() -> None:
-    with pytest.raises(ValueError, match="threads: found 0; expected 1 or more"):
-        Client("localhost:1", threads=0)
+def test_a_cancelled_future_never_has_a_result() -> None:
+    """Cancelled by the very thread that makes the call, after its answer has come."""
+    with fake_service() as service, Client(service.address, timeout_s=20) as client:
+        started, go = threading.Event(), threading.Event()
+
+        def call() -> Any:
+            grads = client.group_norm_backward(**group_norm())
+            started.set()
+            assert go.wait(20)
+            return grads
+
+        future = client.submit(call)
+        assert started.wait(20)
+        assert future.cancel()
+        go.set()
+        with pytest.raises((Cancelled, CancelledError)):
+            future.result(20)
+        assert not future.cancel()
+
+
+def test_submitted_calls_see_the_context_of_who_starts_them() -> None:
+    request: contextvars.ContextVar[str] = contextvars.ContextVar("request", default="none")
+    with Client("127.0.0.1:1") as client:
+        request.set("a")
+        future = client.submit(request.get)
+        request.set("b")
+        assert future.result(10) == "a"
+        assert client.run_many(lambda: request.get(), [{}] * 3, concurrency=2) == ["b"] * 3
+
+
+def test_a_callback_may_call_submit_and_close() -> None:
+    done = threading.Event()
+    with fake_service() as service:
+        client = Client(service.address, timeout_s=20, threads=1)
+
+        def third(future: Any) -> None:
+            client.close()
+            done.set()
+
+        def second(future: Any) -> None:
+            client.group_norm_backward(**group_norm())
+            client.submit.group_norm_backward(**group_norm()).add_done_callback(third)
+
+        client.submit.group_norm_backward(**group_norm()).add_done_callback(second)
+        assert done.wait(20)
+    assert len(service.methods) == 3
 
 
 # ------------------------------------------------------------------------------------- many calls at once
 
 
-def many(address: str, calls: Any, is_async: bool, **options: Any) -> Any:
-    """The same `run_many` of either client."""
-    if not is_async:
-        with Client(address, timeout_s=30, retry=None) as client:
-            return client.run_many(client.group_norm_backward, calls, **options)
-
-    async def work() -> Any:
-        async with AsyncClient(address, timeout_s=30, retry=None) as client:
-            return await client.run_many(client.group_norm_backward, calls, **options)
-
-    return asyncio.run(asyncio.wait_for(work(), 60))
-
-
-BOTH = pytest.mark.parametrize("is_async", [False, True], ids=["threads", "asyncio"])
+def many(make: Make, address: str, calls: Any, **options: Any) -> Any:
+    with make(address, timeout_s=30, retry=None) as client:
+        return client.run_many(client.group_norm_backward, calls, **options)
 
 
 @BOTH
-def test_results_have_the_order_of_the_calls(server: ServerProcess, is_async: bool) -> None:
-    calls = [group_norm(hxw=8 if seed % 3 else 30_000, seed=seed) for seed in range(24)]
-    found = many(server.address, iter(calls), is_async, concurrency=6)
+def test_results_have_the_order_of_the_calls(server: ServerProcess, make: Make) -> None:
+    calls = [group_norm(hxw=8 if seed % 3 else 30_000, seed=seed) for seed in range(12)]
+    found = many(make, server.address, iter(calls), concurrency=6)
     with Client(server.address, timeout_s=60) as client:
         for call, grads in zip(calls, found, strict=True):
             expected = client.group_norm_backward(**call)
@@ -224,17 +221,18 @@ def test_results_have_the_order_of_the_calls(server: ServerProcess, is_async: bo
 
 
 @BOTH
-def test_an_error_keeps_its_place(server: ServerProcess, is_async: bool) -> None:
-    calls: list[dict[str, Any]] = [group_norm(seed=n) for n in range(6)]
+def test_an_error_keeps_its_place_and_so_does_what_is_no_call(server: ServerProcess, make: Make) -> None:
+    calls: list[Any] = [group_norm(seed=n) for n in range(7)]
     calls[2]["group"] = 0
     calls[4]["nonsense"] = 1
-    found = many(server.address, calls, is_async, concurrency=2, on_error="return")
-    kinds = [InvalidOperand if n == 2 else TypeError if n == 4 else None for n in range(6)]
+    calls[5] = None
+    found = many(make, server.address, calls, concurrency=2, on_error="return")
+    kinds = [None, None, InvalidOperand, None, TypeError, TypeError, None]
     assert [type(f) if isinstance(f, Exception) else None for f in found] == kinds
 
 
 @BOTH
-def test_the_first_error_ends_a_batch_and_cancels_what_is_in_flight(is_async: bool) -> None:
+def test_the_first_error_ends_a_batch_and_cancels_what_is_in_flight(make: Make) -> None:
     taken = 0
 
     def calls() -> Iterator[dict[str, Any]]:
@@ -242,56 +240,47 @@ def test_the_first_error_ends_a_batch_and_cancels_what_is_in_flight(is_async: bo
         for taken in range(1, 100):
             yield {**group_norm(), "priority": 1000 if taken == 4 else 0}
 
-    with held() as service:
+    with held() as (_, address):
         with pytest.raises(NpugradError, match="priority"):
-            many(service.address, calls(), is_async, concurrency=4)
+            many(make, address, calls(), concurrency=4)
         assert taken == 4, "calls were begun after the error"
 
 
 @BOTH
-def test_calls_are_taken_as_others_end(is_async: bool) -> None:
+def test_calls_are_taken_as_others_end(make: Make) -> None:
     taken: list[int] = []
-    with held() as service, ThreadPoolExecutor(1) as pool:
+    with held() as (gate, address), ThreadPoolExecutor(1) as pool:
 
         def calls() -> Iterator[dict[str, Any]]:
             for number in range(9):
                 taken.append(number)
                 yield group_norm()
 
-        running = pool.submit(many, service.address, calls(), is_async, concurrency=3)
+        running = pool.submit(many, make, address, calls(), concurrency=3)
         for _ in range(3):
-            assert service.arrived.acquire(timeout=20)
+            gate.wait_for_call()
         assert taken == [0, 1, 2]
-        service.open.set()
+        gate.open()
         assert len(running.result(30)) == 9
-        assert service.most <= 3
+        assert gate.most <= 3
 
 
 @BOTH
-def test_no_calls_have_no_results(is_async: bool) -> None:
-    assert many("127.0.0.1:1", [], is_async) == []
-
-
-@BOTH
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"concurrency": 0}, "concurrency: found 0; expected 1 or more"),
-        ({"on_error": "ignore"}, "on_error: found 'ignore'; expected"),
-    ],
-)
-def test_what_cannot_be_meant_is_refused(is_async: bool, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        many("127.0.0.1:1", [group_norm()], is_async, **options)
+def test_no_calls_have_no_results_and_what_cannot_be_meant_is_refused(make: Make) -> None:
+    assert many(make, "127.0.0.1:1", []) == []
+    with pytest.raises(ValueError, match="concurrency: found 0; expected 1 or more"):
+        many(make, "127.0.0.1:1", [group_norm()], concurrency=0)
+    with pytest.raises(ValueError, match="on_error: found 'ignore'; expected"):
+        many(make, "127.0.0.1:1", [group_norm()], on_error="ignore")
 
 
 @BOTH
 @pytest.mark.parametrize("kind", [list, iter], ids=["list", "generator"])
 def test_a_bar_shows_how_many_are_done(
-    is_async: bool, kind: Callable[[Any], Any], capsys: pytest.CaptureFixture[str]
+    make: Make, kind: Callable[[Any], Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with fake_service() as service:
-        many(service.address, kind([group_norm()] * 5), is_async, progress="gradients")
+        many(make, service.address, kind([group_norm()] * 5), progress="gradients")
     said = capsys.readouterr().out
     assert "gradients" in said
     assert "5/5" in said

@@ -6,13 +6,13 @@ import asyncio
 import os
 import re
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import grpc
 import numpy as np
 import pytest
+from tests.client.both import BOTH, Make, call_once, caught
 from tests.client.fake_service import (
     STREAMED,
     Context,
@@ -24,12 +24,12 @@ from tests.client.fake_service import (
     header_frame,
     read_header,
     response,
+    stream_zeros,
 )
 
 from npugrad.errors import NpugradError
 from npugrad_client import (
     AsyncClient,
-    Client,
     ConnectError,
     DeadlineExceeded,
     InvalidOperand,
@@ -39,7 +39,6 @@ from npugrad_client import (
     _async_transport,
 )
 from npugrad_client._attempt import Attempt
-from npugrad_client._retry import RETRY
 
 REFUSALS = [
     InvalidOperand("group: found 3", code=161002, operator="group_norm_backward"),
@@ -47,10 +46,16 @@ REFUSALS = [
     ServerBusy("the queue is full", retry_after_s=60, operator="group_norm_backward"),
     DeadlineExceeded("a frame did not come in time", operator="group_norm_backward"),
 ]
+QUICK = RetryPolicy(max_tries=2, initial_backoff_s=0.001, max_backoff_s=0.001)
 
 
-@pytest.mark.parametrize("is_async", [False, True], ids=["threads", "asyncio"])
-def test_a_retry_sends_the_operands_as_they_were_though_results_go_into_one_of_them(is_async: bool) -> None:
+def large() -> dict[str, Any]:
+    """A call whose upload takes 16 chunks: more than a connection holds of what its server does not read."""
+    return group_norm(n=2, c=64, hxw=16_384)
+
+
+@BOTH
+def test_a_retry_sends_the_operands_as_they_were_though_results_go_into_one_of_them(make: Make) -> None:
     """The first server is lost half-way through its reply; `out` is an operand's own array."""
     sent: list[bytes] = []
 
@@ -71,18 +76,10 @@ def test_a_retry_sends_the_operands_as_they_were_though_results_go_into_one_of_t
     call["output_mask"] = (True, False, False)
     before = call["grad_out"].tobytes()
     out = {"grad_input": call["grad_out"]}
-    policy = RetryPolicy(initial_backoff_s=0.001)
-
-    async def work(address: str) -> Any:
-        async with AsyncClient(address, timeout_s=20, stream_from_bytes=STREAMED, retry=policy) as client:
-            return await client.group_norm_backward(**call, out=out)
-
     with fake_service(execute=execute) as service:
-        if is_async:
-            grads = asyncio.run(work(service.address))
-        else:
-            with Client(service.address, timeout_s=20, stream_from_bytes=STREAMED, retry=policy) as client:
-                grads = client.group_norm_backward(**call, out=out)
+        grads = call_once(
+            make, service.address, {**call, "out": out}, stream_from_bytes=STREAMED, retry=QUICK
+        )
     assert grads.info.tries == 2
     assert sent[0] == before
     assert sent[1] == before, "the retry sent what the first reply had left behind"
@@ -90,8 +87,8 @@ def test_a_retry_sends_the_operands_as_they_were_though_results_go_into_one_of_t
     assert not grads.grad_input.any()
 
 
-@pytest.mark.parametrize("is_async", [False, True], ids=["threads", "asyncio"])
-def test_an_upload_that_passes_the_deadline_of_its_try_is_sent_again_from_its_start(is_async: bool) -> None:
+@BOTH
+def test_an_upload_that_passes_the_deadline_of_its_try_is_sent_again_from_its_start(make: Make) -> None:
     """The first server reads one frame of 17 and no more, so that the upload stands still."""
     received: list[dict[int, list[bytes]]] = []
     end = threading.Event()
@@ -102,59 +99,34 @@ def test_an_upload_that_passes_the_deadline_of_its_try_is_sent_again_from_its_st
         yield from ()
 
     def take(frames: Any, context: Context) -> Iterator[Any]:
-        record, request = read_header(frames)
+        header = next(frames)
         found: dict[int, list[bytes]] = {}
         for frame in frames:
             chunk = frame.chunk
             assert chunk.offset == sum(map(len, found.get(chunk.operand, [])))
             found.setdefault(chunk.operand, []).append(chunk.data)
         received.append(found)
-        message, follow = response(record, decoded(record, request), chunk_from_bytes=1)
-        yield header_frame(record, message)
-        for operand, data in follow:
-            yield chunk_frame(operand, 0, bytes(data))
+        yield from stream_zeros(iter([header]), context)
 
-    call = group_norm(n=2, c=64, hxw=16_384)
-    policy = RetryPolicy(try_timeout_s=5.0)
-
-    async def work(targets: list[str]) -> Any:
-        async with AsyncClient(targets, timeout_s=30, retry=policy) as client:
-            return await client.group_norm_backward(**call)
-
+    call = large()
+    # So many tries that a machine which stands still for a while cannot use them up.
+    policy = RetryPolicy(try_timeout_s=1.0, max_tries=20)
     with fake_service(execute=stall) as stuck, fake_service(execute=take) as good:
-        targets = [stuck.address, good.address]
-        if is_async:
-            grads = asyncio.run(work(targets))
-        else:
-            with Client(targets, timeout_s=30, retry=policy) as client:
-                grads = client.group_norm_backward(**call)
+        grads = call_once(make, [stuck.address, good.address], call, retry=policy)
         end.set()
     assert grads.info.tries >= 2
     sent = [b"".join(chunks) for chunks in received[-1].values()]
     assert sent == [call["grad_out"].tobytes(), call["input"].tobytes()]
 
 
-def calls(
-    is_async: bool, address: str, times: int, call: dict[str, Any], policy: RetryPolicy = RETRY
-) -> list[Any]:
-    """Makes the same call so many times, one after the other: results, or errors."""
-
-    async def work() -> list[Any]:
-        async with AsyncClient(address, timeout_s=30, retry=policy) as client:
-            return await client.run_many(
-                client.group_norm_backward, [call] * times, concurrency=1, on_error="return"
-            )
-
-    if is_async:
-        return asyncio.run(asyncio.wait_for(work(), 60))
-    with Client(address, timeout_s=30, retry=policy) as client:
-        return client.run_many(client.group_norm_backward, [call] * times, concurrency=1, on_error="return")
-
-
-@pytest.mark.parametrize("is_async", [False, True], ids=["threads", "asyncio"])
-@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda error: type(error).__name__)
+@BOTH
+@pytest.mark.parametrize(
+    ("refusal", "times"),
+    [*((refusal, 5) for refusal in REFUSALS), pytest.param(REFUSALS[0], 40, marks=pytest.mark.deep)],
+    ids=lambda value: type(value).__name__ if isinstance(value, NpugradError) else str(value),
+)
 def test_a_refusal_in_the_middle_of_an_upload_is_raised_as_the_server_gave_it(
-    refusal: NpugradError, is_async: bool
+    refusal: NpugradError, make: Make, times: int
 ) -> None:
     """The server reads two frames of 17 and refuses, while more are being sent."""
 
@@ -164,15 +136,16 @@ def test_a_refusal_in_the_middle_of_an_upload_is_raised_as_the_server_gave_it(
         yield from ()
         abort_with(context, refusal)
 
-    with fake_service(execute=execute) as service:
-        found = calls(is_async, service.address, 40, group_norm(n=2, c=64, hxw=16_384))
+    call = large()
+    with fake_service(execute=execute) as service, make(service.address, timeout_s=30) as client:
+        found = [caught(lambda: client.group_norm_backward(**call)) for _ in range(times)]
     assert {type(error) for error in found} == {type(refusal)}, found
     for error in found:
         assert (str(error), error.operator, error.request_id) == (str(refusal), refusal.operator, "abc123")
         assert error.tries == 1
         for name in ("code", "operand", "retry_after_s"):
             assert getattr(error, name, None) == getattr(refusal, name, None)
-    assert len(service.methods) == 40, "a call was sent again that no retry helps"
+    assert len(service.methods) == times, "a call was sent again that no retry helps"
 
 
 def test_a_refusal_in_the_middle_of_an_upload_arrives_in_a_loop_that_has_much_to_do() -> None:
@@ -190,8 +163,7 @@ def test_a_refusal_in_the_middle_of_an_upload_arrives_in_a_loop_that_has_much_to
         busy = asyncio.ensure_future(keep_busy())
         try:
             async with AsyncClient(address, timeout_s=30) as client:
-                call = group_norm(n=2, c=64, hxw=16_384)
-                return await client.run_many(client.group_norm_backward, [call] * 8, on_error="return")
+                return await client.run_many(client.group_norm_backward, [large()] * 8, on_error="return")
         finally:
             busy.cancel()
 
@@ -256,59 +228,65 @@ class EndedUnderAWrite:
         raise grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details)
 
 
-@pytest.mark.parametrize("is_async", [False, True], ids=["threads", "asyncio"])
-def test_results_count_that_a_server_gives_before_it_has_read_the_upload_to_its_end(is_async: bool) -> None:
+@BOTH
+def test_results_count_that_a_server_gives_before_it_has_read_the_upload_to_its_end(make: Make) -> None:
     def execute(frames: Any, context: Context) -> Iterator[Any]:
-        record, request = read_header(frames)
-        message, follow = response(record, decoded(record, request), chunk_from_bytes=1)
-        yield header_frame(record, message)
-        for operand, data in follow:
-            yield chunk_frame(operand, 0, bytes(data))
+        yield from stream_zeros(iter([next(frames)]), context)
 
-    with fake_service(execute=execute) as service:
-        found = calls(is_async, service.address, 20, group_norm(n=2, c=64, hxw=16_384))
-    assert [getattr(grads, "grad_input", grads).shape for grads in found] == [(2, 64, 16_384)] * 20
+    call = large()
+    with fake_service(execute=execute) as service, make(service.address, timeout_s=30) as client:
+        for _ in range(5):
+            assert client.group_norm_backward(**call).grad_input.shape == (2, 64, 16_384)
 
 
-@pytest.mark.parametrize("is_async", [False, True], ids=["threads", "asyncio"])
-def test_an_upload_whose_server_is_lost_says_so(is_async: bool) -> None:
+@BOTH
+@pytest.mark.parametrize(("losses", "retry_for_s"), [(3, 60.0), (100, 0.0)], ids=["a while", "for good"])
+def test_an_upload_whose_server_is_lost_is_sent_again_or_says_so(
+    make: Make, losses: int, retry_for_s: float
+) -> None:
+    """However often, while there is time for it: here until the server is back, or not at all."""
+    tries: list[None] = []
+
     def execute(frames: Any, context: Context) -> Iterator[Any]:
-        read_header(frames)
-        yield from ()
-        context.abort(grpc.StatusCode.UNAVAILABLE, "gone for good")
+        tries.append(None)
+        if len(tries) <= losses:
+            read_header(frames)
+            context.abort(grpc.StatusCode.UNAVAILABLE, "gone for good")
+        yield from stream_zeros(frames, context)
 
+    policy = RetryPolicy(max_tries=2, retry_for_s=retry_for_s, max_backoff_s=0.001)
     with fake_service(execute=execute) as service:
-        brief = RetryPolicy(max_tries=2, retry_for_s=5.0, max_backoff_s=0.5)
-        found = calls(is_async, service.address, 2, group_norm(n=2, c=64, hxw=16_384), brief)
-    assert all(isinstance(error, ConnectError) and "gone for good" in str(error) for error in found), found
-    assert min(error.tries for error in found) > 2
+        found = caught(lambda: call_once(make, service.address, large(), retry=policy))
+    if retry_for_s:
+        assert found.info.tries == 1 + losses > policy.max_tries
+    else:
+        assert isinstance(found, ConnectError), found
+        assert "gone for good" in str(found)
 
 
-@pytest.mark.parametrize("is_async", [False, True], ids=["threads", "asyncio"])
-def test_a_deadline_in_mid_upload_tells_how_much_had_gone(is_async: bool) -> None:
-    """The server reads the header and a chunk and no more, so that a window's worth goes."""
-    end = threading.Event()
+@BOTH
+def test_a_deadline_in_mid_upload_tells_how_much_had_gone(make: Make) -> None:
+    """The server reads the header and a chunk and no more, and says itself that the deadline has passed."""
 
-    def stall(frames: Any, context: Context) -> Iterator[Any]:
+    def late(frames: Any, context: Context) -> Iterator[Any]:
         read_header(frames)
-        next(frames)  # while it waits for this, the chunk passes at once, however little the window has grown
-        end.wait(30)
+        next(frames)
         yield from ()
+        context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
 
-    call = group_norm(n=2, c=64, hxw=65_536)
-    with fake_service(execute=stall) as service:
-        policy = RetryPolicy(try_timeout_s=4.0, max_tries=1)
-        (error,) = calls(is_async, service.address, 1, call, policy)
-        end.set()
+    call, policy = group_norm(n=2, c=64, hxw=32_768), RetryPolicy(try_timeout_s=30.0, max_tries=1)
+    with fake_service(execute=late) as service:
+        error = caught(lambda: call_once(make, service.address, call, retry=policy))
     assert isinstance(error, DeadlineExceeded)
     found = re.fullmatch(
-        rf"group_norm_backward: the deadline of 4 s passed after ([0-9.]+) MiB of 64 MiB had been sent to "
-        rf"{service.address} at ([0-9.]+) [KM]iB/s; at that rate the upload alone takes ([0-9.e+]+) s",
+        rf"group_norm_backward: the deadline of 30 s passed after ([0-9.]+) MiB of 32 MiB had been sent to "
+        rf"{service.address} at ([0-9.]+) ([KMG])iB/s; at that rate the upload alone takes ([0-9.e+-]+) s",
         str(error),
     )
     assert found, str(error)
-    assert 0 < float(found[1]) < 64
-    assert float(found[3]) > 4
+    assert 0 < float(found[1]) < 32
+    rate = float(found[2]) * {"K": 2**-10, "M": 1, "G": 2**10}[found[3]]
+    assert float(found[4]) == pytest.approx(32 / rate, rel=0.06)  # of two digits
 
 
 def test_a_deadline_before_anything_has_gone_says_so() -> None:
@@ -316,33 +294,9 @@ def test_a_deadline_before_anything_has_gone_says_so() -> None:
     assert attempt.late_text() == "the deadline of 2 s passed before any of 1.5 GiB had been sent to there:1"
 
 
-def test_a_refused_task_lets_its_operands_go() -> None:
-    def execute(frames: Any, context: Context) -> Iterator[Any]:
-        read_header(frames)
-        yield from ()
-        abort_with(context, REFUSALS[0])
-
-    async def work(address: str) -> None:
-        released = asyncio.Event()
-        call = group_norm(n=8, c=64, hxw=2**15)
-        weakref.finalize(call["input"], released.set)
-        async with AsyncClient(address, timeout_s=30) as client:
-            error: BaseException | None = None
-            try:
-                await client.group_norm_backward(**call)
-            except InvalidOperand as caught:
-                error = caught.with_traceback(None)
-            del call
-            assert isinstance(error, InvalidOperand)
-            await asyncio.wait_for(released.wait(), 20)  # held by whatever still waits to send them
-
-    with fake_service(execute=execute) as service:
-        asyncio.run(work(service.address))
-
-
 def test_nothing_is_written_into_the_callers_array_after_a_cancelled_call_has_ended() -> None:
-    call = group_norm(n=2, c=64, hxw=65_536)  # 32 MiB: filled in a thread, slowly, because of its strides
-    mine = np.full((65_536, 64, 2), 9, np.float32).transpose()
+    call = group_norm(n=2, c=64, hxw=32_768)  # 16 MiB: filled in a thread, slowly, because of its strides
+    mine = np.full((32_768, 64, 2), 9, np.float32).transpose()
 
     async def work(address: str) -> None:
         async with AsyncClient(address, timeout_s=30) as client:

@@ -1,4 +1,4 @@
-"""The way to the server: which RPC by which size, refusals, deadlines, closed clients, lost servers."""
+"""The way to the server: which RPC by which size, refusals, deadlines."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import contextlib
 import math
 import re
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
+from tests.client.both import BOTH, WAYS, Looped, Make, call_once, caught
 from tests.client.fake_service import (
     STREAMED,
     UNARY,
@@ -28,75 +31,52 @@ from tests.client.fake_service import (
 
 from npugrad.errors import InvalidOperand, ServerBusy
 from npugrad.operator import OpRecord
-from npugrad_client import Client, DeadlineExceeded, NpugradError, _transport
-
-WAYS = pytest.mark.parametrize("stream_from_bytes", [UNARY, STREAMED], ids=["unary", "streamed"])
-
-
-def expanded(call: dict[str, Any], shape: tuple[int, ...]) -> dict[str, Any]:
-    """A call whose two large operands are one element each."""
-    one = np.broadcast_to(np.float32(1), shape)
-    return {**call, "grad_out": one, "input": one}
-
+from npugrad_client import Client, DeadlineExceeded, NpugradError, _async_transport, _transport
+from npugrad_client._channels import LARGEST_UNARY_BYTES
 
 # ------------------------------------------------------------------------------------- which way by size
 
 
 @pytest.mark.parametrize(
-    ("hxw", "method"), [(8, "GroupNormBackward"), (16_000, "GroupNormBackward"), (32_768, "Execute")]
+    ("hxw", "options", "method"),
+    [
+        (8, {}, "GroupNormBackward"),
+        (65_535, {}, "GroupNormBackward"),
+        (65_536, {}, "Execute"),
+        (8, {"stream_from_bytes": 1}, "Execute"),
+        (8, {"stream_from_bytes": 2**20}, "GroupNormBackward"),
+        (LARGEST_UNARY_BYTES // 32 - 8, {"stream_from_bytes": UNARY}, "GroupNormBackward"),
+        (LARGEST_UNARY_BYTES // 32, {"stream_from_bytes": UNARY}, "Execute"),
+    ],
 )
-def test_operands_of_a_mebibyte_are_streamed(hxw: int, method: str) -> None:
-    with fake_service() as service, Client(service.address, timeout_s=20) as client:
-        client.group_norm_backward(**group_norm(n=2, c=4, hxw=hxw))
+def test_calls_of_up_to_two_mebibytes_travel_as_one_message_or_as_a_setting_says(
+    hxw: int, options: dict[str, Any], method: str
+) -> None:
+    """And none of three, whose message could be larger than what gRPC takes by default."""
+    call = group_norm(n=1, c=4, hxw=hxw)
+    if not options:
+        nbytes = sum(given.nbytes for given in call.values() if isinstance(given, np.ndarray))
+        assert (nbytes <= 2**21) is (method == "GroupNormBackward")
+    with fake_service() as service:
+        call_once(Client, service.address, call, **options)
     assert service.methods == [method]
-
-
-@pytest.mark.parametrize(("hxw", "method"), [(65_535, "GroupNormBackward"), (65_536, "Execute")])
-def test_two_mebibytes_travel_as_one_message(hxw: int, method: str) -> None:
-    call = group_norm(n=1, c=4, hxw=hxw, group=2)
-    nbytes = sum(given.nbytes for given in call.values() if isinstance(given, np.ndarray))
-    assert (nbytes <= 2**21) is (method == "GroupNormBackward")
-    with fake_service() as service, Client(service.address, timeout_s=20) as client:
-        client.group_norm_backward(**call)
-    assert service.methods == [method]
+    assert all(header.ByteSize() < 4 * 2**20 for header in service.headers)
 
 
 def test_tiny_operands_with_large_results_are_streamed() -> None:
     shape = (2, 4, 2**18)
-    call = expanded(group_norm(), shape)
-    with fake_service() as service, Client(service.address, timeout_s=20) as client:
-        grads = client.group_norm_backward(**{**call, "hxw": shape[2]})
+    one = np.broadcast_to(np.float32(1), shape)
+    with fake_service() as service:
+        grads = call_once(
+            Client, service.address, {**group_norm(), "grad_out": one, "input": one, "hxw": shape[2]}
+        )
     assert grads.grad_input.shape == shape
     assert service.methods == ["Execute"]
     assert len(service.frames) == 1, "an expanded operand travels in the header"
 
 
-@pytest.mark.parametrize(("stream_from_bytes", "method"), [(1, "Execute"), (2**20, "GroupNormBackward")])
-def test_the_size_is_a_setting(stream_from_bytes: int, method: str) -> None:
-    with (
-        fake_service() as service,
-        Client(service.address, timeout_s=20, stream_from_bytes=stream_from_bytes) as client,
-    ):
-        client.group_norm_backward(**group_norm())
-    assert service.methods == [method]
-
-
-def test_no_setting_makes_a_message_beyond_what_protobuf_carries() -> None:
-    def refuse(frames: Any, context: Context) -> Iterator[Any]:
-        read_header(frames)
-        abort_with(context, ServerBusy("busy"))
-        yield from ()
-
-    with (
-        fake_service(execute=refuse) as service,
-        Client(service.address, timeout_s=20, stream_from_bytes=UNARY, retry=None) as client,
-        pytest.raises(ServerBusy),
-    ):
-        client.group_norm_backward(**{**expanded(group_norm(), (2, 4, 2**27)), "hxw": 2**27})
-    assert service.methods == ["Execute"]
-
-
-def test_both_ways_carry_the_same_operands() -> None:
+@BOTH
+def test_both_ways_carry_the_same_operands(make: Make) -> None:
     call = group_norm(n=4, c=8, hxw=11_000)  # in chunks, and small enough for a message
     arrived: dict[str, dict[str, bytes]] = {"unary": {}, "streamed": {}}
 
@@ -115,32 +95,20 @@ def test_both_ways_carry_the_same_operands() -> None:
 
     with fake_service(unary, execute) as service:
         for way in (UNARY, STREAMED):
-            with Client(service.address, timeout_s=20, stream_from_bytes=way) as client:
-                client.group_norm_backward(**call)
+            call_once(make, service.address, {**call, "label": "same"}, stream_from_bytes=way)
     expected = {name: value.tobytes() for name, value in call.items() if isinstance(value, np.ndarray)}
     assert arrived == {"unary": expected, "streamed": expected}
+    assert service.headers[0].options.label == service.frames[0].header.group_norm_backward.options.label
+    assert max(len(frame.chunk.data) for frame in service.frames) == 2**20
 
 
 # ----------------------------------------------------------------------------------------------- refusals
 
 
-class Refusing:
-    """Refuses every streamed call at its header, or takes it."""
-
-    def __init__(self, error: NpugradError | None) -> None:
-        self.error = error
-
-    def __call__(self, frames: Any, context: Context) -> Iterator[Any]:
-        if self.error is None:
-            yield from stream_zeros(frames, context)
-        else:
-            read_header(frames)
-            abort_with(context, self.error)
-
-
+@BOTH
 @pytest.mark.parametrize("group", [0, 8], ids=["refused", "legal"])
 def test_a_call_that_is_bound_to_be_refused_uploads_nothing(
-    group: int, monkeypatch: pytest.MonkeyPatch
+    group: int, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A server that looks for a chunk for a while before it refuses finds none; of a legal call it does."""
     error = InvalidOperand("group: ...", code=161002, operator="group_norm_backward")
@@ -153,43 +121,40 @@ def test_a_call_that_is_bound_to_be_refused_uploads_nothing(
         abort_with(context, error)
         yield from ()
 
-    monkeypatch.setattr(_transport, "REFUSAL_WAIT_S", 30.0)
+    for module in (_transport, _async_transport):
+        monkeypatch.setattr(module, "REFUSAL_WAIT_S", 30.0)
     call = group_norm(n=8, c=64, hxw=4096, group=8)
-    with (
-        fake_service(execute=linger) as service,
-        Client(service.address, timeout_s=20) as client,
-        pytest.raises(InvalidOperand),
-    ):
-        client.group_norm_backward(**{**call, "group": group})
+    with fake_service(execute=linger) as service, pytest.raises(InvalidOperand):
+        call_once(make, service.address, {**call, "group": group})
     assert service.methods == ["Execute"]
     assert [f.WhichOneof("frame") for f in service.frames] == ["header", "chunk"][: 1 + bool(group)]
 
 
-def test_a_newer_server_may_take_what_the_local_record_refuses() -> None:
+@BOTH
+def test_a_newer_server_may_take_what_the_local_record_refuses(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (_transport, _async_transport):
+        monkeypatch.setattr(module, "REFUSAL_WAIT_S", 0.01)
     call = group_norm(n=8, c=64, hxw=1024)
-    with (
-        fake_service(execute=Refusing(None)) as service,
-        Client(service.address, timeout_s=20) as client,
-        # The fake infers with the same record and so fails; what counts is that the upload went on.
-        contextlib.suppress(NpugradError),
-    ):
-        client.group_norm_backward(**{**call, "group": 0})
+    # The fake infers with the same record and so fails; what counts is that the upload went on.
+    with fake_service() as service, contextlib.suppress(NpugradError):
+        call_once(make, service.address, {**call, "group": 0})
     assert sum(len(f.chunk.data) for f in service.frames) == 2 * 8 * 64 * 1024 * 4
 
 
-def test_a_refusal_at_the_header_ends_the_upload_and_frees_its_memory() -> None:
+@BOTH
+def test_a_refusal_at_the_header_ends_the_upload_and_frees_its_memory(make: Make) -> None:
+    def refuse(frames: Any, context: Context) -> Iterator[Any]:
+        read_header(frames)
+        abort_with(context, ServerBusy("busy", retry_after_s=60, operator="x"))
+        yield from ()
+
     released = threading.Event()
-    call = group_norm(n=8, c=64, hxw=2**15)
+    call = group_norm(n=8, c=64, hxw=2**13)
     weakref.finalize(call["input"], released.set)
-    with (
-        fake_service(execute=Refusing(ServerBusy("busy", operator="x"))) as service,
-        Client(service.address, timeout_s=30) as client,
-    ):
-        error: BaseException | None = None
-        try:
-            client.group_norm_backward(**call)
-        except ServerBusy as caught:
-            error = caught.with_traceback(None)
+    with fake_service(execute=refuse) as service, make(service.address, timeout_s=30) as client:
+        error = caught(partial(client.group_norm_backward, **call)).with_traceback(None)
         del call
         assert isinstance(error, ServerBusy)
         assert released.wait(20), "something still holds the operands of a refused call"
@@ -198,103 +163,58 @@ def test_a_refusal_at_the_header_ends_the_upload_and_frees_its_memory() -> None:
 # ---------------------------------------------------------------------------------------------- deadlines
 
 
-def assert_waited(error: DeadlineExceeded, address: str, timeout_s: float) -> None:
-    """It says for how long: all of the time, but for what passed before the call was sent."""
-    found = re.fullmatch(
-        rf"group_norm_backward: no answer from {re.escape(address)} within ([\d.]+) s", str(error)
-    )
-    assert found, error
-    assert timeout_s / 2 < float(found[1]) <= timeout_s
+def test_a_deadline_ends_a_call_that_stalls() -> None:
+    """Of the call or else of its client, before the reply or in the middle of it; all of them at once."""
+    gate, arrived_s = Gate(), list[float]()
 
-
-@WAYS
-def test_a_deadline_ends_a_call_that_stalls(stream_from_bytes: int) -> None:
-    gate = Gate()
+    def unary(record: OpRecord, request: Any, context: Context) -> Any:
+        arrived_s.append(time.monotonic())
+        return gate.unary(record, request, context)
 
     def execute(frames: Any, context: Context) -> Iterator[Any]:
+        arrived_s.append(time.monotonic())
         replies = stream_zeros(frames, context)
         yield next(replies)  # the header came, and then nothing
         gate.hold()
 
-    with (
-        fake_service(gate.unary, execute) as service,
-        Client(service.address, stream_from_bytes=stream_from_bytes) as client,
-    ):
-        with pytest.raises(DeadlineExceeded) as caught:
-            client.group_norm_backward(**group_norm(), timeout_s=2)
+    def late(make: Make, way: int, of_client: bool) -> Any:
+        of_call = {} if of_client else {"timeout_s": 3}
+        with make(service.address, timeout_s=3 if of_client else 60, stream_from_bytes=way) as client:
+            return caught(lambda: client.group_norm_backward(**group_norm(), **of_call))
+
+    begun_s = time.monotonic()
+    with fake_service(unary, execute) as service, ThreadPoolExecutor() as pool:
+        kinds = [(make, way) for make in (Client, Looped) for way in (UNARY, STREAMED)]
+        flying = [pool.submit(late, make, way, n in (0, 3)) for n, (make, way) in enumerate(kinds)]
+        errors = [each.result() for each in flying]
         gate.open()
-    assert_waited(caught.value, service.address, 2)
-    assert not caught.value.retryable
+    assert len(arrived_s) == 4
+    for error in errors:
+        assert type(error) is DeadlineExceeded, error
+        assert not error.retryable
+        text = rf"group_norm_backward: no answer from {re.escape(service.address)} within ([\d.]+) s"
+        found = re.fullmatch(text, str(error))
+        assert found, error
+        # All of the time, but for what passed before the call was sent.
+        assert 3 - (max(arrived_s) - begun_s) - 0.001 <= float(found[1]) <= 3
 
 
-@pytest.mark.parametrize("timeout_s", [0, 0.0, -1, -math.inf])
-def test_a_deadline_that_has_passed_sends_nothing(timeout_s: float) -> None:
-    with fake_service() as service, Client(service.address) as client:
-        with pytest.raises(DeadlineExceeded, match=r"backward: the deadline of .* s has already passed"):
-            client.group_norm_backward(**group_norm(), timeout_s=timeout_s)
-        with pytest.raises(DeadlineExceeded, match="server_info: the deadline"):
-            client.server_info(timeout_s=timeout_s)
+@BOTH
+def test_a_deadline_that_has_passed_sends_nothing(make: Make) -> None:
+    with fake_service() as service, make(service.address) as client:
+        for timeout_s in (0, 0.0, -1, -math.inf):
+            with pytest.raises(DeadlineExceeded, match=r"backward: the deadline of .* s has already passed"):
+                client.group_norm_backward(**group_norm(), timeout_s=timeout_s)
+            with pytest.raises(DeadlineExceeded, match="server_info: the deadline"):
+                client.server_info(timeout_s=timeout_s)
     assert service.methods == []
 
 
 @WAYS
-@pytest.mark.parametrize("timeout_s", [math.inf, 1e300, 1e9])
-def test_no_deadline_is_too_long(stream_from_bytes: int, timeout_s: float) -> None:
-    with (
-        fake_service() as service,
-        Client(service.address, timeout_s=1e-9, stream_from_bytes=stream_from_bytes) as client,
-    ):
-        assert client.group_norm_backward(**group_norm(), timeout_s=timeout_s).info.backend == "test"
-
-
-def test_nan_is_no_deadline() -> None:
-    with Client("127.0.0.1:1") as client, pytest.raises(ValueError, match="timeout_s: found nan"):
-        client.group_norm_backward(**group_norm(), timeout_s=math.nan)
-
-
-def test_the_clients_deadline_holds_where_a_call_has_none() -> None:
-    gate = Gate()
-    with fake_service(gate.unary) as service, Client(service.address, timeout_s=2) as client:
-        with pytest.raises(DeadlineExceeded) as caught:
-            client.group_norm_backward(**group_norm())
-        gate.open()
-    assert_waited(caught.value, service.address, 2)
-
-
-# ------------------------------------------------------------------------------------------------ threads
-
-
-def test_one_client_serves_eight_threads() -> None:
-    """Each thread sees the answers to its own calls, whichever way they travel."""
-
-    def unary(record: OpRecord, request: Any, context: Context) -> Any:
-        reply = zeros(record, request, context)
-        reply.grad_beta.data = request.gamma.data
-        return reply
-
-    def execute(frames: Any, context: Context) -> Iterator[Any]:
-        first = next(frames)
-        for _ in frames:
-            pass
-        replies = stream_zeros(iter([first]), context)
-        gamma = first.header.group_norm_backward.gamma.data
-        for frame in replies:
-            if frame.chunk.operand == 12:
-                frame.chunk.data = gamma
-            yield frame
-
-    def work(client: Client, number: int) -> int:
-        right = 0
-        for turn in range(12):
-            hxw = 33_000 if turn % 3 == 0 else 8
-            call = group_norm(n=1, c=4, hxw=hxw, seed=1000 * number + turn)
-            grads = client.group_norm_backward(**call)
-            right += grads.grad_beta.tobytes() == call["gamma"].tobytes()
-        return right
-
-    with (
-        fake_service(unary, execute) as service,
-        Client(service.address, timeout_s=60) as client,
-        ThreadPoolExecutor(8) as pool,
-    ):
-        assert list(pool.map(lambda n: work(client, n), range(8))) == [12] * 8
+@BOTH
+def test_no_deadline_is_too_long_and_nan_is_none(make: Make, way: int) -> None:
+    with fake_service() as service, make(service.address, timeout_s=1e-9, stream_from_bytes=way) as client:
+        for timeout_s in (math.inf, 1e300, 1e9):
+            assert client.group_norm_backward(**group_norm(), timeout_s=timeout_s).info.backend == "test"
+        with pytest.raises(ValueError, match="timeout_s: found nan"):
+            client.group_norm_backward(**group_norm(), timeout_s=math.nan)
