@@ -9,219 +9,181 @@ import numpy as np
 import pytest
 from tests.contract.ops.changes import Changes, ids
 
-from npugrad import CallMeta, DType, Format, Product, TensorMeta, Verdict
+from npugrad import CallMeta, DType, Format, Product, TensorMeta
+from npugrad.operator import Sample
 from npugrad.ops.fused_floyd_attention_grad import FUSED_FLOYD_ATTENTION_GRAD as RECORD
 from npugrad.validation import validate_call
 
 STATISTICS = ("softmax_max", "softmax_sum")
-PRODUCTS = [Product.ATLAS_A2, Product.ATLAS_A3]
 OUTPUTS = {"dq": "query", "dk1": "key1", "dv1": "value1", "dk2": "key2", "dv2": "value2"}
 # That of the page's example program.
 SIZES = {"n": 256, "m": 256, "k": 256, "d": 128}
 EXAMPLE = Changes(RECORD, RECORD.build(with_mask=True, mask_dtype="uint8", **SIZES))
 INPUTS = {name: meta for name, meta in EXAMPLE.call.inputs.items() if meta is not None}
-Q = K2 = (1, 1, 256, 256, 128)
-
-
-def check_sizes(**sizes: int) -> Verdict:
-    """Validate a consistent call of the given sizes."""
-    return validate_call(RECORD, RECORD.build(with_mask=True, **{"scale_value": 0.1, **sizes}))
+Q = (1, 1, 256, 256, 128)
+"""The shape of query, and of key2."""
 
 
 def half(*shape: int) -> TensorMeta:
     return TensorMeta("float16", shape)
 
 
-class TestLegal:
-    def test_smallest(self) -> None:
-        assert check_sizes(b=1, h=1, n=16, m=128, k=128, d=32).status == 0
-
-    def test_largest_of_each(self) -> None:
-        assert check_sizes(b=2048, h=256).status == 0
-        assert check_sizes(n=2**20).status == 0
-        assert check_sizes(m=2**20).status == 0
-        assert check_sizes(k=2**20).status == 0
-
-
-class TestProduct:
-    def test_atlas_training_is_decided_alone(self) -> None:
-        wrong = {"query": None, "key1": half(1), "dq": None}
-        assert EXAMPLE.found(wrong, Product.ATLAS_TRAINING) == (561003, ["product.supported"])
-
-    def test_has_no_samples_and_no_line(self) -> None:
-        assert list(RECORD.samples(Product.ATLAS_TRAINING)) == []
-        assert list(RECORD.products) == PRODUCTS
-
-
-class TestNull:
-    @pytest.mark.parametrize("name", ["softmax_max", "softmax_sum", "attention_in"])
-    def test_source_refuses_what_it_calls_optional_later(self, name: str) -> None:
-        constraint = next(c for c in RECORD.constraints if c.id == f"{name}.not_null")
-        assert (constraint.code, constraint.vendor_code) == (161001, 561002)
-        assert constraint.pick
-
-    def test_all_in_the_order_of_the_checks(self) -> None:
-        order = ("query", "key1", "value1", "key2", "value2", "dy", *OUTPUTS, "softmax_max", "softmax_sum")
-        expected = [f"{name}.not_null" for name in (*order, "attention_in")]
-        assert EXAMPLE.found(dict.fromkeys([*INPUTS, *OUTPUTS])) == (161001, expected)
-
-
 HALVES = ("key1", "value1", "key2", "value2", "dy", "attention_in")
 
 
-class TestInvalid:
-    @pytest.mark.parametrize("dtype", ["float32", "float64", "int8", "complex64"])
-    def test_query_type(self, dtype: str) -> None:
-        wrong = {name: TensorMeta(dtype, INPUTS[name].shape) for name in ("query", *HALVES)}
-        assert EXAMPLE.found(wrong) == (161002, ["query.dtype"])
+def other_shape(name: str, *shape: int) -> dict[str, TensorMeta]:
+    """A change: the operand has another shape."""
+    return {name: TensorMeta(INPUTS[name].dtype, shape)}
 
-    @pytest.mark.parametrize(
-        ("name", "dtype", "kind"),
-        [
-            *((name, "bfloat16", "same_dtype") for name in HALVES),
-            *((name, dtype, "dtype") for name in STATISTICS for dtype in ("float16", "float64")),
-            *(("atten_mask", dtype, "dtype") for dtype in ("int8", "float16")),
-        ],
-    )
-    def test_types_of_the_others(self, name: str, dtype: str, kind: str) -> None:
-        wrong = {name: TensorMeta(dtype, INPUTS[name].shape)}
-        assert EXAMPLE.found(wrong) == (161002, [f"{name}.{kind}"])
 
-    def test_both_types_of_the_mask(self) -> None:
-        for dtype in ("bool", "uint8"):
-            assert EXAMPLE.check({"atten_mask": TensorMeta(dtype, (1, 1, 256, 1, 256))}).status == 0
+def other_axis(axis: int, *names: str) -> dict[str, TensorMeta]:
+    """A change: an axis of some operands is twice as long."""
+    shape = [size * (1 + (at == axis)) for at, size in enumerate(Q)]
+    return {name: half(*shape) for name in names}
 
-    @pytest.mark.parametrize("name", [*INPUTS, *OUTPUTS])
-    def test_format(self, name: str) -> None:
-        """NCDHW and FRACTAL_NZ among them."""
+
+# What is changed of the example, and the constraints that say so: 161002, or 561002 for sizes.
+CHANGES: list[tuple[Any, int, list[str]]] = [
+    *(
+        ({n: TensorMeta(dtype, INPUTS[n].shape) for n in ("query", *HALVES)}, 161002, ["query.dtype"])
+        for dtype in ("float32", "float64", "int8", "complex64")
+    ),
+    *(
+        ({name: TensorMeta(dtype, INPUTS[name].shape)}, 161002, [f"{name}.{kind}"])
+        for names, dtypes, kind in (
+            (HALVES, ("bfloat16",), "same_dtype"),
+            (STATISTICS, ("float16", "float64"), "dtype"),
+            (("atten_mask",), ("int8", "float16"), "dtype"),
+        )
+        for name in names
+        for dtype in dtypes
+    ),
+    *(({"atten_mask": TensorMeta(dtype, (1, 1, 256, 1, 256))}, 0, []) for dtype in ("bool", "uint8")),
+    *(
+        (other_axis(axis, "query", "dy", "attention_in"), 561002, [f"query.{name}"])
+        for axis, name in ((0, "batch"), (1, "heads"), (2, "n"), (4, "head_dim"))
+    ),
+    *(
+        (other_axis(axis, "key2", "value2"), 561002, [f"key2.{name}"])
+        for axis, name in enumerate(("batch", "heads", "k", "m", "head_dim"))
+    ),
+    (other_shape("value1", 1, 1, 256, 128, 128), 561002, ["value1.shape"]),
+    (other_shape("value2", 1, 1, 128, 256, 128), 561002, ["value2.shape"]),
+    (other_shape("dy", 1, 1, 256, 256, 64), 561002, ["dy.shape"]),
+    (other_shape("attention_in", 1, 2, 256, 256, 128), 561002, ["attention_in.shape"]),
+    (other_shape("atten_mask", 1, 1, 256, 256, 256), 561002, ["atten_mask.shape"]),
+    (other_shape("atten_mask", 1, 1, 1, 1, 256), 561002, ["atten_mask.shape"]),
+    (other_shape("softmax_max", 1, 1, 256, 256, 1), 561002, ["softmax_max.shape"]),
+    (other_shape("softmax_sum", 1, 1, 256, 128, 8), 561002, ["softmax_sum.shape"]),
+    *(
+        (other_shape(name, *shape), 561002, [f"{name}.rank"])
+        for name in INPUTS
+        for shape in ((), (256, 256), (1, 1, 1, 256, 256, 128))
+    ),
+    # K is that of key1: value1, key2, value2 and the mask are now the wrong ones.
+    (
+        other_shape("key1", 1, 1, 256, 200, 128),
+        561002,
+        ["key1.k_multiple", "key2.k", "value1.shape", "atten_mask.shape"],
+    ),
+    (
+        dict.fromkeys([*INPUTS, *OUTPUTS]),
+        161001,
+        # In the order of the checks.
+        [f"{name}.not_null" for name in ("query", *HALVES[:5], *OUTPUTS, *STATISTICS, "attention_in")],
+    ),
+]
+
+
+def test_what_is_changed_is_what_is_named() -> None:
+    for change, status, expected in CHANGES:
+        assert EXAMPLE.found(change) == (status, expected), change
+
+
+def test_other_formats_than_nd_are_refused() -> None:
+    for name in (*INPUTS, *OUTPUTS):
         refused = dict.fromkeys(Format, (161002, [f"{name}.format"]))
         assert EXAMPLE.formats(name) == {**refused, Format.ND: (0, [])}
 
 
-class TestTiling:
-    @pytest.mark.parametrize(
-        ("sizes", "expected"),
-        [
-            ({"b": 2049}, ["key1.batch_range"]),
-            ({"b": 0}, ["key1.batch_range"]),
-            ({"h": 257}, ["key1.heads_range"]),
-            ({"h": 0}, ["key1.heads_range"]),
-            ({"n": 24}, ["key1.n_multiple"]),
-            ({"n": 8}, ["key1.n_range", "key1.n_multiple"]),
-            ({"n": 0}, ["key1.n_range"]),
-            ({"n": 2**20 + 16}, ["key1.n_range"]),
-            ({"m": 192}, ["query.m_multiple"]),
-            ({"m": 64}, ["query.m_range", "query.m_multiple"]),
-            ({"m": 0}, ["query.m_range"]),
-            ({"m": 2**20 + 128}, ["query.m_range"]),
-            ({"k": 129}, ["key1.k_multiple"]),
-            ({"k": 0}, ["key1.k_range"]),
-            ({"k": 2**20 + 128}, ["key1.k_range"]),
-            ({"d": 0}, ["key1.head_dim"]),
-            ({"d": 16}, ["key1.head_dim"]),
-            ({"d": 96}, ["key1.head_dim"]),
-            ({"d": 256}, ["key1.head_dim"]),
-        ],
-        ids=str,
-    )
-    def test_sizes(self, sizes: dict[str, int], expected: list[str]) -> None:
-        verdict = check_sizes(**sizes)
-        assert (verdict.status, ids(verdict)) == (561002, expected)
-
-    @pytest.mark.parametrize(("axis", "name"), [(0, "batch"), (1, "heads"), (2, "n"), (4, "head_dim")])
-    def test_query_unlike_key1(self, axis: int, name: str) -> None:
-        shape = list(Q)
-        shape[axis] *= 2
-        wrong = {operand: half(*shape) for operand in ("query", "dy", "attention_in")}
-        assert EXAMPLE.found(wrong) == (561002, [f"query.{name}"])
-
-    @pytest.mark.parametrize(("axis", "name"), list(enumerate(("batch", "heads", "k", "m", "head_dim"))))
-    def test_key2_unlike_query_and_key1(self, axis: int, name: str) -> None:
-        shape = list(K2)
-        shape[axis] *= 2
-        assert EXAMPLE.found({"key2": half(*shape), "value2": half(*shape)}) == (561002, [f"key2.{name}"])
-
-    @pytest.mark.parametrize(
-        ("name", "shape"),
-        [
-            ("value1", (1, 1, 256, 128, 128)),
-            ("value2", (1, 1, 128, 256, 128)),
-            ("dy", (1, 1, 256, 256, 64)),
-            ("attention_in", (1, 2, 256, 256, 128)),
-            ("atten_mask", (1, 1, 256, 256, 256)),
-            ("atten_mask", (1, 1, 1, 1, 256)),
-            ("softmax_max", (1, 1, 256, 256, 1)),
-            ("softmax_sum", (1, 1, 256, 128, 8)),
-        ],
-        ids=str,
-    )
-    def test_shape(self, name: str, shape: tuple[int, ...]) -> None:
-        wrong = {name: TensorMeta(INPUTS[name].dtype, shape)}
-        assert EXAMPLE.found(wrong) == (561002, [f"{name}.shape"])
-
-    @pytest.mark.parametrize("name", INPUTS)
-    def test_rank(self, name: str) -> None:
-        for shape in ((), (256, 256), (1, 1, 1, 256, 256, 128)):
-            wrong = {name: TensorMeta(INPUTS[name].dtype, shape)}
-            assert EXAMPLE.found(wrong) == (561002, [f"{name}.rank"])
-
-    def test_size_is_blamed_on_the_operand_that_defines_it(self) -> None:
-        verdict = EXAMPLE.check({"key1": half(1, 1, 256, 200, 128)})
-        # K is that of key1: value1, key2, value2 and the mask are now the wrong ones.
-        assert ids(verdict) == ["key1.k_multiple", "key2.k", "value1.shape", "atten_mask.shape"]
+# Sizes of a consistent call, and the constraints of 561002 that refuse them.
+LIMITS: list[tuple[dict[str, int], list[str]]] = [
+    ({"b": 1, "h": 1, "n": 16, "m": 128, "k": 128, "d": 32}, []),
+    ({"b": 2048, "h": 256}, []),
+    *(({name: 2**20}, []) for name in "nmk"),
+    ({"b": 2049}, ["key1.batch_range"]),
+    ({"b": 0}, ["key1.batch_range"]),
+    ({"h": 257}, ["key1.heads_range"]),
+    ({"h": 0}, ["key1.heads_range"]),
+    ({"n": 24}, ["key1.n_multiple"]),
+    ({"n": 8}, ["key1.n_range", "key1.n_multiple"]),
+    ({"n": 0}, ["key1.n_range"]),
+    ({"n": 2**20 + 16}, ["key1.n_range"]),
+    ({"m": 192}, ["query.m_multiple"]),
+    ({"m": 64}, ["query.m_range", "query.m_multiple"]),
+    ({"m": 0}, ["query.m_range"]),
+    ({"m": 2**20 + 128}, ["query.m_range"]),
+    ({"k": 129}, ["key1.k_multiple"]),
+    ({"k": 0}, ["key1.k_range"]),
+    ({"k": 2**20 + 128}, ["key1.k_range"]),
+    *(({"d": size}, ["key1.head_dim"]) for size in (0, 16, 96, 256)),
+]
 
 
-class TestManyAtOnce:
-    def test_null_then_types_and_formats_then_sizes(self) -> None:
-        verdict = EXAMPLE.check(
-            {
-                "query": TensorMeta("float32", (3, 1, 16, 100, 48), Format.NCDHW),
-                "value1": TensorMeta("int8", (1,)),
-                "softmax_sum": None,
-                "atten_mask": TensorMeta("int32", (1, 1, 256, 1, 255), Format.NCDHW),
-                **{"dq": None, "dk1": TensorMeta("int8", (2,), Format.FRACTAL_Z)},
-            }
-        )
-        assert verdict.status == 161001
-        codes = [violation.code for violation in verdict.violations]
-        assert codes == sorted(codes)
-        found = ids(verdict)
-        assert found[:2] == ["dq.not_null", "softmax_sum.not_null"]
-        assert {"query.dtype", "value1.same_dtype", "atten_mask.dtype", "query.format", "dk1.format"} < set(
-            found
-        )
-        assert {"value1.rank", "query.batch", "query.n", "query.head_dim", "query.m_range"} < set(found)
-        # Neither what is missing nor what has the wrong rank is compared with anything.
-        assert "softmax_sum.shape" not in found
-        assert "value1.shape" not in found
+def test_limits_are_where_the_page_puts_them() -> None:
+    for sizes, expected in LIMITS:
+        verdict = validate_call(RECORD, RECORD.build(with_mask=True, **{"scale_value": 0.1, **sizes}))
+        assert (verdict.status, ids(verdict)) == (561002 if expected else 0, expected), sizes
 
 
-class TestPicks:
-    def test_documented_but_unchecked_by_the_source(self) -> None:
-        unchecked = {c.id: c.code for c in RECORD.constraints if c.vendor_code == "accepts"}
-        key2 = [f"key2.{name}" for name in ("batch", "heads", "k", "m", "head_dim")]
-        ranges = [f"key1.{name}_range" for name in ("batch", "heads", "n", "k")]
-        shapes = [f"{name}.shape" for name in OUTPUTS]
-        assert {name for name, code in unchecked.items() if code == 561002} == {
-            *(*key2, *ranges, *shapes, "query.m_range", "query.n")
+def test_atlas_training_is_decided_alone() -> None:
+    wrong = {"query": None, "key1": half(1), "dq": None}
+    assert EXAMPLE.found(wrong, Product.ATLAS_TRAINING) == (561003, ["product.supported"])
+    assert list(RECORD.products) == [Product.ATLAS_A2, Product.ATLAS_A3]
+
+
+def test_null_then_types_and_formats_then_sizes() -> None:
+    verdict = EXAMPLE.check(
+        {
+            "query": TensorMeta("float32", (3, 1, 16, 100, 48), Format.NCDHW),
+            "value1": TensorMeta("int8", (1,)),
+            "softmax_sum": None,
+            "atten_mask": TensorMeta("int32", (1, 1, 256, 1, 255), Format.NCDHW),
+            **{"dq": None, "dk1": TensorMeta("int8", (2,), Format.FRACTAL_Z)},
         }
-        assert {name for name, code in unchecked.items() if code == 161002} == {
-            "softmax_max.dtype",
-            "softmax_sum.dtype",
-            "attention_in.same_dtype",
-            "atten_mask.format",
-            "softmax_max.format",
-            "softmax_sum.format",
-            "attention_in.format",
-        }
+    )
+    assert verdict.status == 161001
+    codes = [violation.code for violation in verdict.violations]
+    assert codes == sorted(codes)
+    found = ids(verdict)
+    assert found[:2] == ["dq.not_null", "softmax_sum.not_null"]
+    assert set(found) > {"query.dtype", "value1.same_dtype", "atten_mask.dtype", "query.format", "dk1.format"}
+    assert set(found) > {"value1.rank", "query.batch", "query.n", "query.head_dim", "query.m_range"}
+    # Neither what is missing nor what has the wrong rank is compared with anything.
+    assert not {"softmax_sum.shape", "value1.shape"} & set(found)
 
 
-class TestParameters:
-    def test_only_the_mask_is_optional(self) -> None:
-        assert [p.name for p in RECORD.inputs if p.optional] == ["atten_mask"]
+def test_what_the_page_has_and_the_source_does_not_check() -> None:
+    unchecked = {c.id: c.code for c in RECORD.constraints if c.vendor_code == "accepts"}
+    key2 = [f"key2.{name}" for name in ("batch", "heads", "k", "m", "head_dim")]
+    ranges = [f"key1.{name}_range" for name in ("batch", "heads", "n", "k")]
+    shapes = [f"{name}.shape" for name in OUTPUTS]
+    assert {name for name, code in unchecked.items() if code == 561002} == {
+        *(*key2, *ranges, *shapes, "query.m_range", "query.n")
+    }
+    formats = [f"{name}.format" for name in ("atten_mask", *STATISTICS, "attention_in")]
+    assert {name for name, code in unchecked.items() if code == 161002} == {
+        *("softmax_max.dtype", "softmax_sum.dtype", "attention_in.same_dtype", *formats)
+    }
+    for name in (*STATISTICS, "attention_in"):  # refused by the source, which calls them optional later
+        (constraint,) = [c for c in RECORD.constraints if c.id == f"{name}.not_null"]
+        assert (constraint.code, constraint.vendor_code) == (161001, 561002)
+        assert constraint.pick
 
-    def test_never_deterministic(self) -> None:
-        assert "no deterministic mode" in str(RECORD.determinism_check(RECORD.build(), None))
+
+def test_only_the_mask_is_optional_and_nothing_is_deterministic() -> None:
+    assert [p.name for p in RECORD.inputs if p.optional] == ["atten_mask"]
+    assert "no deterministic mode" in str(RECORD.determinism_check(RECORD.build(), None))
 
 
 Arrays = dict[str, Any]
@@ -251,31 +213,22 @@ def run_forward(inputs: Arrays, scale: float) -> Arrays:
 
 
 @pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: sample.name)
-class TestMadeInputs:
-    def test_statistics_and_attention_are_those_of_the_forward_pass(self, sample: Any) -> None:
-        inputs = made(sample.call)
-        expected = run_forward(inputs, sample.call.number("scale_value"))
-        for name in ("softmax_max", "softmax_sum"):
-            np.testing.assert_allclose(inputs[name], expected[name], rtol=3e-6, atol=3e-6, err_msg=name)
-        rounding = unit_roundoff(sample.call) * np.abs(expected["attention_in"])
-        error = np.abs(inputs["attention_in"].astype(np.float64) - expected["attention_in"])
-        assert (error <= rounding + 3e-6).all()
-
-    def test_mask_has_rows_of_every_kind(self, sample: Any) -> None:
-        mask = made(sample.call)["atten_mask"]
-        if mask is None:
-            assert "mask" not in sample.name
-            return
-        masked = (mask != 0).mean(axis=-1)
-        assert (masked == 1).any()
-        assert (masked == 0).any()
-        assert ((masked > 0.1) & (masked < 0.6)).any()
-        assert set(np.unique(mask)) == {0, 1}
-
-
-def unit_roundoff(call: CallMeta) -> float:
-    """Largest relative error of rounding to the dtype of query."""
-    return {DType.FLOAT16: 2.0**-11, DType.BFLOAT16: 2.0**-8}[call.tensor("query").dtype]
+def test_made_inputs_are_those_of_the_forward_pass_under_rows_of_every_mask(sample: Sample) -> None:
+    inputs = made(sample.call)
+    expected = run_forward(inputs, sample.call.number("scale_value"))
+    for name in ("softmax_max", "softmax_sum"):
+        np.testing.assert_allclose(inputs[name], expected[name], rtol=3e-6, atol=3e-6, err_msg=name)
+    unit = {DType.FLOAT16: 2.0**-11, DType.BFLOAT16: 2.0**-8}[sample.call.tensor("query").dtype]
+    error = np.abs(inputs["attention_in"].astype(np.float64) - expected["attention_in"])
+    assert (error <= unit * np.abs(expected["attention_in"]) + 3e-6).all()
+    if (mask := inputs["atten_mask"]) is None:
+        assert "mask" not in sample.name
+        return
+    masked = (mask != 0).mean(axis=-1)
+    assert (masked == 1).any()
+    assert (masked == 0).any()
+    assert ((masked > 0.1) & (masked < 0.6)).any()
+    assert set(np.unique(mask)) == {0, 1}
 
 
 def test_scores_of_a_large_call_are_never_there_at_once() -> None:

@@ -17,49 +17,40 @@ EXAMPLE = Changes(RECORD, RECORD.build(n=2, c=3, hxw=4, group=1, shape=(2, 3, 4)
 OUTPUTS = ("grad_input", "grad_gamma", "grad_beta")
 
 
-class TestLegal:
-    def test_gradients_have_the_shape_of_gamma_or_one_axis_without_it(self) -> None:
-        assert EXAMPLE.check({"gamma": meta(1, 3, 1)}).outputs["grad_beta"] == meta(1, 3, 1)
-        assert EXAMPLE.check({"gamma": None}).outputs["grad_gamma"] == meta(3)
-
-    def test_only_numbers_of_elements_count(self) -> None:
-        shapes = {"grad_out": meta(24), "input": meta(4, 3, 2), "mean": meta(2), "rstd": meta(1, 2, 1)}
-        verdict = EXAMPLE.check(shapes)
-        assert verdict.status == 0
-        assert verdict.outputs["grad_input"] == meta(4, 3, 2)
-
-    @pytest.mark.parametrize("sizes", [{"n": 0}, {"hxw": 0}, {"c": 0}, {"n": 0, "c": 0, "hxw": 0}], ids=str)
-    def test_empty(self, sizes: dict[str, int]) -> None:
+def test_gradients_have_the_shape_of_gamma_and_else_only_numbers_of_elements_count() -> None:
+    assert EXAMPLE.check({"gamma": meta(1, 3, 1)}).outputs["grad_beta"] == meta(1, 3, 1)
+    assert EXAMPLE.check({"gamma": None}).outputs["grad_gamma"] == meta(3)
+    shapes = {"grad_out": meta(24), "input": meta(4, 3, 2), "mean": meta(2), "rstd": meta(1, 2, 1)}
+    verdict = EXAMPLE.check(shapes)
+    assert verdict.status == 0
+    assert verdict.outputs["grad_input"] == meta(4, 3, 2)
+    for sizes in ({"n": 0}, {"hxw": 0}, {"c": 0}, {"n": 0, "c": 0, "hxw": 0}):
         assert validate_call(RECORD, RECORD.build(**sizes)).status == 0
 
-    def test_any_format(self) -> None:
-        for name in (*EXAMPLE.call.inputs, *OUTPUTS):
-            assert EXAMPLE.formats(name) == dict.fromkeys(Format, (0, []))
 
-    @pytest.mark.parametrize("name", EXAMPLE.call.inputs)
-    def test_ranks_up_to_8(self, name: str) -> None:
+def test_any_format_and_ranks_up_to_8() -> None:
+    for name in (*EXAMPLE.call.inputs, *OUTPUTS):
+        assert EXAMPLE.formats(name) == dict.fromkeys(Format, (0, []))
+    for name in EXAMPLE.call.inputs:
         shape = EXAMPLE.call.tensor(name).shape
         for rank, expected in ((8, (0, [])), (9, (161002, [f"{name}.rank"]))):
             assert EXAMPLE.found({name: meta(*shape, *[1] * (rank - len(shape)))}) == expected
 
-    def test_bfloat16_is_not_for_the_training_series(self) -> None:
-        found = {product: EXAMPLE.check(EXAMPLE.all_of("bfloat16"), product).status for product in Product}
-        assert {product for product, status in found.items() if status} == {Product.ATLAS_TRAINING}
+
+def test_bfloat16_is_not_for_the_training_series() -> None:
+    found = {product: EXAMPLE.check(EXAMPLE.all_of("bfloat16"), product).status for product in Product}
+    assert {product for product, status in found.items() if status} == {Product.ATLAS_TRAINING}
 
 
-class TestNull:
-    """aclnnGroupNormBackward, return codes, 161001."""
-
-    @pytest.mark.parametrize("name", OUTPUTS)
-    def test_rows_2_to_4_wanted_outputs(self, name: str) -> None:
+def test_null() -> None:
+    """aclnnGroupNormBackward, return codes, 161001, rows 2 to 4; a null mask leaves outputs unjudged."""
+    for name in OUTPUTS:
         assert EXAMPLE.found({name: None}) == (161001, [f"{name}.not_null"])
         (rule,) = [c for c in RECORD.constraints if c.id == f"{name}.not_null"]
         assert rule.vendor_code == 161002
         assert "Taken: 161001" in rule.pick
-
-    def test_null_mask_is_161002_and_leaves_outputs_unjudged(self) -> None:
-        nothing = {"output_mask": None, **dict.fromkeys(OUTPUTS)}
-        assert EXAMPLE.found(nothing) == (161002, ["output_mask.not_null"])
+    nothing = {"output_mask": None, **dict.fromkeys(OUTPUTS)}
+    assert EXAMPLE.found(nothing) == (161002, ["output_mask.not_null"])
 
 
 # Row of the page's 161002 list, what breaks it, and who says so.

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.contract.ops.changes import Changes, ids
+from tests.contract.ops.changes import Changes, ids, meta
 
 from npugrad.dtypes import DType, Format
 from npugrad.error_table import INNER_NULLPTR, PARAM_INVALID, PARAM_NULLPTR
 from npugrad.errors import UnsupportedOperator
-from npugrad.meta import CallMeta, TensorMeta
-from npugrad.operator import Sample
+from npugrad.meta import TensorMeta
 from npugrad.ops._multi_scale_deformable_attention_grad_data import level_sizes, level_starts
 from npugrad.ops.multi_scale_deformable_attention_grad import (
     MULTI_SCALE_DEFORMABLE_ATTENTION_GRAD as RECORD,
@@ -25,11 +23,9 @@ from npugrad.products import Product
 from npugrad.releases import CannRelease
 from npugrad.validation import error_from_verdict, validate_call
 
-SAMPLES = [pytest.param(sample, id=sample.name) for sample in RECORD.samples(Product.ATLAS_A2)]
-
-
-def violated(call: CallMeta) -> list[str]:
-    return ids(validate_call(RECORD, call))
+DEFAULT = Changes(RECORD, build())
+DECLARED = {"grad_value": TensorMeta("float32", (2, 16, 2, 8))}
+NARROW = Changes(RECORD, build(dtype="bfloat16", index_dtype="int32"))
 
 
 def levels(*rows: tuple[int, int, int], keys: int = 16, dtype: Any = np.int64) -> dict[str, Any]:
@@ -55,37 +51,46 @@ def test_outputs_start_as_zeros_and_nothing_is_optional() -> None:
 @pytest.mark.parametrize("shape", [(1, 32, 8), (1, 32, 1, 8)], ids=["A2 edition", "A2/A3 edition"])
 def test_both_example_programs_are_legal_and_send_one_shape_to_the_device(shape: tuple[int, ...]) -> None:
     call = build(bs=1, nq=32, nh=1, ch=8, levels=((1, 1),), points=1)
-    call = call.with_inputs(grad_output=TensorMeta("float32", shape))
-    verdict = validate_call(RECORD, call)
+    verdict = Changes(RECORD, call).check({"grad_output": meta(*shape)})
     assert verdict.status == 0
-    assert verdict.outputs["grad_value"] == TensorMeta("float32", (1, 1, 1, 8))
-    assert verdict.outputs["grad_location"] == TensorMeta("float32", (1, 32, 1, 1, 1, 2))
-    assert verdict.outputs["grad_attn_weight"] == TensorMeta("float32", (1, 32, 1, 1, 1))
+    assert verdict.outputs == {
+        "grad_value": meta(1, 1, 1, 8),
+        "grad_location": meta(1, 32, 1, 1, 1, 2),
+        "grad_attn_weight": meta(1, 32, 1, 1, 1),
+    }
     view = RECORD.inputs[5].device_view
     assert view is not None
-    assert view(call.tensor("grad_output")) == (1, 32, 8)
+    assert view(meta(*shape)) == (1, 32, 8)
 
 
 @pytest.mark.parametrize(
-    ("shape", "expected"),
+    ("changes", "change", "expected"),
     [
-        ((2, 3, 15), "grad_output.channels"),
-        ((2, 3, 8), "grad_output.channels"),
-        ((2, 3, 1, 16), "grad_output.channels"),
-        ((2, 3, 8, 2), "grad_output.channels"),
-        ((2, 4, 16), "grad_output.num_queries"),
-        ((1, 3, 2, 8), "grad_output.bs"),
-        ((6, 16), "grad_output.rank"),
-        ((2, 3, 2, 8, 1), "grad_output.rank"),
+        (DEFAULT, {"grad_output": meta(2, 3, 15)}, ["grad_output.channels"]),
+        (DEFAULT, {"grad_output": meta(2, 3, 8)}, ["grad_output.channels"]),
+        (DEFAULT, {"grad_output": meta(2, 3, 1, 16)}, ["grad_output.channels"]),
+        (DEFAULT, {"grad_output": meta(2, 3, 8, 2)}, ["grad_output.channels"]),
+        (DEFAULT, {"grad_output": meta(2, 4, 16)}, ["grad_output.num_queries"]),
+        (DEFAULT, {"grad_output": meta(1, 3, 2, 8)}, ["grad_output.bs"]),
+        (DEFAULT, {"grad_output": meta(6, 16)}, ["grad_output.rank"]),
+        (DEFAULT, {"grad_output": meta(2, 3, 2, 8, 1)}, ["grad_output.rank"]),
+        # Float types are the same, index types may differ.
+        (NARROW, {"attn_weight": meta(2, 3, 2, 2, 2, dtype="float16")}, ["attn_weight.same_dtype"]),
+        (NARROW, DECLARED, ["grad_value.same_dtype"]),
+        (NARROW, {"spatial_shape": meta(2, 2, dtype="int64")}, []),
+        (NARROW, {"spatial_shape": meta(2, 2, dtype="uint32")}, ["spatial_shape.dtype"]),
     ],
+    ids=str,
 )
-def test_other_shapes_of_grad_output_are_refused(shape: tuple[int, ...], expected: str) -> None:
-    assert violated(build().with_inputs(grad_output=TensorMeta("float32", shape))) == [expected]
+def test_other_shapes_and_types_are_refused(
+    changes: Changes, change: dict[str, Any], expected: list[str]
+) -> None:
+    assert changes.found(change) == (PARAM_INVALID if expected else 0, expected)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "expected"),
-    [
+@pytest.mark.parametrize("rank", [3, 4])
+def test_limits_are_where_the_documents_put_them(rank: int) -> None:
+    limits: list[tuple[dict[str, Any], list[str]]] = [
         ({"ch": 256}, []),
         ({"ch": 264}, ["channels.limit"]),
         ({"ch": 4}, ["channels.multiple"]),
@@ -99,74 +104,50 @@ def test_other_shapes_of_grad_output_are_refused(shape: tuple[int, ...], expecte
         ({"nh": 17}, ["num_heads.limit"]),
         ({"points": 16}, []),
         ({"points": 17}, ["num_points.limit"]),
-    ],
-)
-@pytest.mark.parametrize("rank", [3, 4])
-def test_limits_are_where_the_documents_put_them(
-    sizes: dict[str, Any], expected: list[str], rank: int
-) -> None:
-    assert violated(build(grad_output_rank=rank, **sizes)) == expected
-
-
-def test_mixed_float_types_are_refused_and_index_types_may_differ() -> None:
-    call = build(dtype="bfloat16", index_dtype="int32")
-    half = TensorMeta("float16", call.tensor("attn_weight").shape)
-    assert violated(call.with_inputs(attn_weight=half)) == ["attn_weight.same_dtype"]
-    assert violated(call.with_outputs(grad_value=TensorMeta("float32", (2, 16, 2, 8)))) == [
-        "grad_value.same_dtype"
     ]
-    assert violated(call.with_inputs(spatial_shape=TensorMeta("int64", (2, 2)))) == []
-    assert violated(call.with_inputs(spatial_shape=TensorMeta("uint32", (2, 2)))) == ["spatial_shape.dtype"]
+    for sizes, expected in limits:
+        assert ids(validate_call(RECORD, build(grad_output_rank=rank, **sizes))) == expected, sizes
 
 
 def test_only_fractal_nz_is_refused_and_only_on_inputs() -> None:
-    changes = Changes(RECORD, build())
     for param in (*RECORD.inputs, *RECORD.outputs):
         refused = {Format.FRACTAL_NZ: (161002, [f"{param.name}.format"])} if param.role == "input" else {}
-        assert changes.formats(param.name) == {**dict.fromkeys(Format, (0, [])), **refused}
+        assert DEFAULT.formats(param.name) == {**dict.fromkeys(Format, (0, [])), **refused}
 
 
 def test_the_operand_that_fixes_a_size_is_named() -> None:
-    call = build(bs=3).with_inputs(value=build(bs=2).inputs["value"])
-    violations = validate_call(RECORD, call).violations
+    violations = Changes(RECORD, build(bs=3)).check({"value": build(bs=2).inputs["value"]}).violations
     assert [v.id for v in violations] == ["location.bs", "attn_weight.bs", "grad_output.bs"]
     assert all(v.operands[1] == "value" for v in violations)
     assert violations[0].found == "3 on axis 0 of shape [3, 3, 2, 2, 2, 2]"
     assert violations[0].expected == "2, as on axis 0 of value"
 
 
-def test_null_comes_before_everything_else() -> None:
-    call = build(ch=4, nh=17).with_inputs(attn_weight=None).with_outputs(grad_value=None)
-    verdict = validate_call(RECORD, call)
-    assert verdict.status == PARAM_NULLPTR
-    assert [v.code for v in verdict.violations] == sorted(v.code for v in verdict.violations)
-    assert [v.id for v in verdict.violations] == [
-        "attn_weight.not_null",
-        "grad_value.not_null",
-        "channels.multiple",
-        "num_heads.limit",
-    ]
-
-
-def test_types_come_before_formats_ranks_limits_and_sizes() -> None:
-    call = build(points=17)
-    bad = call.with_inputs(
-        location=TensorMeta("int8", call.tensor("location").shape, Format.FRACTAL_NZ),
-        level_start_index=TensorMeta("int32", (2, 1)),
-        grad_output=TensorMeta("float32", (9, 3, 16)),
+def test_null_comes_first_then_types_formats_ranks_limits_and_sizes() -> None:
+    assert Changes(RECORD, build(ch=4, nh=17)).found({"attn_weight": None, "grad_value": None}) == (
+        PARAM_NULLPTR,
+        ["attn_weight.not_null", "grad_value.not_null", "channels.multiple", "num_heads.limit"],
     )
-    assert violated(bad) == [
-        "location.same_dtype",
-        "location.format",
-        "level_start_index.rank",
-        "num_points.limit",
-        "grad_output.bs",
-    ]
-    assert validate_call(RECORD, bad).status == PARAM_INVALID
+    call = build(points=17)
+    bad = {
+        "location": TensorMeta("int8", call.tensor("location").shape, Format.FRACTAL_NZ),
+        "level_start_index": meta(2, 1, dtype="int32"),
+        "grad_output": meta(9, 3, 16),
+    }
+    assert Changes(RECORD, call).found(bad) == (
+        PARAM_INVALID,
+        [
+            "location.same_dtype",
+            "location.format",
+            "level_start_index.rank",
+            "num_points.limit",
+            "grad_output.bs",
+        ],
+    )
 
 
 def test_atlas_training_lacks_the_operator() -> None:
-    verdict = validate_call(RECORD, replace(build(), product=Product.ATLAS_TRAINING))
+    verdict = DEFAULT.check(product=Product.ATLAS_TRAINING)
     assert verdict.status == INNER_NULLPTR
     error = error_from_verdict(RECORD, verdict)
     assert type(error) is UnsupportedOperator
@@ -197,19 +178,17 @@ def test_deterministic_by_the_pages_of_some_releases(release: str | None, can: b
     assert can or f"found True; expected False with CANN {release or 'of unknown release'}" in str(found)
 
 
-@pytest.mark.parametrize(
-    "rows",
-    [
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_levels_inside_the_keys_may_be_launched(dtype: Any) -> None:
+    every: tuple[tuple[tuple[int, int, int], ...], ...] = (
         ((3, 4, 0), (2, 2, 12)),
         ((4, 4, 0), (4, 4, 0)),  # levels may overlap
         ((0, 0, 16), (0, 2**31 - 1, 0)),
         ((1, 16, 0),),
         (),
-    ],
-)
-@pytest.mark.parametrize("dtype", [np.int32, np.int64])
-def test_levels_inside_the_keys_may_be_launched(rows: tuple[tuple[int, int, int], ...], dtype: Any) -> None:
-    assert complaint(levels(*rows, dtype=dtype)) is None
+    )
+    for rows in every:
+        assert complaint(levels(*rows, dtype=dtype)) is None, rows
 
 
 @pytest.mark.parametrize(
@@ -280,13 +259,13 @@ def test_made_up_levels_are_a_pyramid() -> None:
     assert level_sizes(16 * 16 + 8 * 8 + 4 * 4 + 2 * 2, 4) == ((16, 16), (8, 8), (4, 4), (2, 2))
 
 
-@pytest.mark.parametrize("sample", SAMPLES)
-def test_made_up_weights_add_up_to_one(sample: Sample) -> None:
-    weights = RECORD.make_inputs(sample.call, np.random.default_rng(5))["attn_weight"]
-    assert weights is not None
-    sums = weights.astype(np.float64).sum(axis=(-2, -1)) if weights.size else np.ones(1)
-    limit = 0.02 if sample.call.tensor("value").dtype is not DType.FLOAT32 else 1e-5
-    assert np.abs(sums - 1).max() < limit
+def test_made_up_weights_add_up_to_one() -> None:
+    for sample in RECORD.samples(Product.ATLAS_A2):
+        weights = RECORD.make_inputs(sample.call, np.random.default_rng(5))["attn_weight"]
+        assert weights is not None
+        sums = weights.astype(np.float64).sum(axis=(-2, -1)) if weights.size else np.ones(1)
+        limit = 0.02 if sample.call.tensor("value").dtype is not DType.FLOAT32 else 1e-5
+        assert np.abs(sums - 1).max() < limit, sample.name
 
 
 def test_most_made_up_locations_are_inside_and_some_are_not() -> None:
