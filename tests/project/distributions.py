@@ -8,6 +8,7 @@ import subprocess
 import sys
 import sysconfig
 import venv
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,11 +35,7 @@ def build(source: Path, dist: Path, *targets: str, **environment: str) -> None:
 
 
 def indexable(dist: Path) -> int:
-    """Have ``twine`` check every file in ``dist`` as an index would, and return how many there are.
-
-    Raises:
-        AssertionError: It has something to say about one.
-    """
+    """Have ``twine`` check every file in ``dist`` as an index would, and return how many there are."""
     files = [str(path) for path in dist.iterdir()]
     command = [sys.executable, "-m", "twine", "check", "--strict", *files]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
@@ -55,70 +52,51 @@ class Environment:
 
     @classmethod
     def installed(cls, folder: Path, wanted: str, dist: Path) -> Environment:
-        """Install ``wanted``, such as ``npugrad[server]``, from the wheels in ``dist``; pip resolves it.
+        """Install ``wanted``, such as ``npugrad[server]``, from the wheels in ``dist``.
 
-        Raises:
-            AssertionError: pip cannot install it, or finds something missing afterwards.
+        pip resolves it, and fails if anything that is needed is missing or of another version.
         """
-        venv.create(folder, symlinks=True)
-        found = cls(folder)
-        found._link(wanted)
-        for command in (
-            [
-                "install",
-                "--quiet",
-                "--no-index",
-                "--no-compile",
-                "--only-binary=:all:",
-                f"--find-links={dist}",
-                wanted,
-            ],
-            ["check"],
-        ):
-            pip = [
-                sys.executable,
-                "-m",
-                "pip",
-                "--python",
-                str(folder),
-                "--disable-pip-version-check",
-                *command,
-            ]
-            settings = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
-            settings |= {"PIP_CONFIG_FILE": os.devnull}
-            done = subprocess.run(pip, env=settings, capture_output=True, text=True, timeout=120, check=False)
-            assert done.returncode == 0, done.stdout + done.stderr
+        found = cls._made(folder, wanted)
+        pip = [sys.executable, "-m", "pip", "--python", str(folder), "--disable-pip-version-check", "install"]
+        options = ["--quiet", "--no-index", "--no-compile", "--only-binary=:all:", f"--find-links={dist}"]
+        settings = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
+        settings |= {"PIP_CONFIG_FILE": os.devnull}
+        command = [*pip, *options, wanted]
+        done = subprocess.run(command, env=settings, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
         return found
 
-    def _link(self, wanted: str) -> None:
+    @classmethod
+    def unpacked(cls, folder: Path, name: str, wheel: zipfile.ZipFile) -> Environment:
+        """Lay the files of a wheel beside what it needs, without its commands."""
+        found = cls._made(folder, name)
+        wheel.extractall(found.packages)
+        return found
+
+    @classmethod
+    def _made(cls, folder: Path, wanted: str) -> Environment:
         """Link the packages that ``wanted`` needs, as installed here, except our own."""
-        (packages,) = self.folder.glob("lib/python*/site-packages")
-        here = Path(sysconfig.get_path("purelib"))
+        venv.create(folder, symlinks=True)
+        found, here = cls(folder), Path(sysconfig.get_path("purelib"))
         for name in _closure(wanted) - {*PARTS}:
             for top in {path.parts[0] for path in distribution(name).files or ()} - {"..", "__pycache__"}:
-                target = packages / top
+                target = found.packages / top
                 if not target.exists():
                     target.symlink_to(here / top)
+        return found
 
-    def commands(self) -> list[str]:
-        """Return the names of the commands of ours."""
-        return sorted(path.name for path in (self.folder / "bin").glob("npugrad*"))
+    @property
+    def packages(self) -> Path:
+        """Where packages are installed."""
+        (found,) = self.folder.glob("lib/python*/site-packages")
+        return found
 
     def run(self, command: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Run a command of the environment, away from the checkout and with no setting of ours."""
+        asked = [str(self.folder / "bin" / command), *arguments]
         return subprocess.run(
-            [str(self.folder / "bin" / command), *arguments],
-            cwd=self.folder,
-            env=_settings(),
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
+            asked, cwd=self.folder, env=_settings(), capture_output=True, text=True, timeout=120, check=False
         )
-
-    def python(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """Run the environment's Python."""
-        return self.run("python", *arguments)
 
     @contextmanager
     def serving(self, folder: Path) -> Iterator[ServerProcess]:

@@ -13,29 +13,25 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from tests.project.distributions import CLIENT, PARTS, SERVER, Environment, build, indexable
+from tests.project.distributions import CLIENT, PARTS, ROOT, SERVER, Environment, build, indexable
 
 import npugrad
 import npugrad_client
 import npugrad_server
 
-ROOT = Path(__file__).resolve().parents[2]
+VERSION = npugrad.__version__
 PACKAGES = {CLIENT: ("npugrad", "npugrad_client"), SERVER: ("npugrad_server",)}
 BASE = {
-    "grpcio",
-    "grpcio-status",
-    "googleapis-common-protos",
-    "protobuf",
-    "numpy",
-    "ml-dtypes",
-    "typer",
-    "rich",
+    *("grpcio", "grpcio-status", "googleapis-common-protos", "protobuf"),
+    *("numpy", "ml-dtypes", "typer", "rich"),
 }
 HEAVY_EXTRAS = {"server", "torch", "jax", "npu", "otel", "bench", "demo"}
 DEMO = (
     "npugrad demo: the service is not installed: pip install 'npugrad[server]', "
     "or name a running one with --target\n"
 )
+
+Wheels = Mapping[str, zipfile.ZipFile]
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +50,7 @@ def wheels(dist: Path) -> dict[str, zipfile.ZipFile]:
 
 
 @pytest.fixture(scope="module")
-def metadata(wheels: Mapping[str, zipfile.ZipFile]) -> dict[str, Message]:
+def metadata(wheels: Wheels) -> dict[str, Message]:
     """Return the METADATA headers of the wheels."""
     found = {}
     for key, wheel in wheels.items():
@@ -67,31 +63,23 @@ def metadata(wheels: Mapping[str, zipfile.ZipFile]) -> dict[str, Message]:
 
 
 @pytest.mark.parametrize("name", PARTS)
-def test_wheel_holds_exactly_its_packages(wheels: Mapping[str, zipfile.ZipFile], name: str) -> None:
-    tops = {file.split("/")[0] for file in wheels[name].namelist()}
+def test_wheel_holds_every_module_of_its_packages_and_of_no_other(wheels: Wheels, name: str) -> None:
+    files = wheels[name].namelist()
+    tops = {file.split("/")[0] for file in files}
     assert {top for top in tops if not top.endswith(".dist-info")} == {*PACKAGES[name]}
+    roots = {CLIENT: [ROOT / "protos", ROOT / "client"], SERVER: [ROOT / "server"]}[name]
+    modules = {path.relative_to(root).as_posix() for root in roots for path in root.glob("npugrad*/**/*.py*")}
+    expected = {file for file in modules if "_tools/" not in file and file.endswith((".py", ".pyi"))}
+    assert {file for file in files if re.search(r"\.pyi?$", file)} == expected
+    assert {f"{package}/py.typed" for package in PACKAGES[name]} <= set(files)
 
 
-def test_no_file_belongs_to_two_wheels(wheels: Mapping[str, zipfile.ZipFile]) -> None:
+def test_no_file_belongs_to_two_wheels(wheels: Wheels) -> None:
     client, server = (set(wheels[name].namelist()) for name in PARTS)
     assert client & server == set()
 
 
-@pytest.mark.parametrize("name", PARTS)
-def test_wheel_holds_every_module_of_the_packages(wheels: Mapping[str, zipfile.ZipFile], name: str) -> None:
-    roots = {CLIENT: [ROOT / "protos", ROOT / "client"], SERVER: [ROOT / "server"]}[name]
-    modules = {path.relative_to(root).as_posix() for root in roots for path in root.glob("npugrad*/**/*.py*")}
-    expected = {file for file in modules if "_tools/" not in file and file.endswith((".py", ".pyi"))}
-    shipped = {file for file in wheels[name].namelist() if re.search(r"\.pyi?$", file)}
-    assert shipped == expected
-
-
-@pytest.mark.parametrize("name", PARTS)
-def test_packages_say_that_they_are_typed(wheels: Mapping[str, zipfile.ZipFile], name: str) -> None:
-    assert {f"{package}/py.typed" for package in PACKAGES[name]} <= set(wheels[name].namelist())
-
-
-def test_wheel_ships_protos_for_other_languages(wheels: Mapping[str, zipfile.ZipFile]) -> None:
+def test_wheel_ships_protos_for_other_languages(wheels: Wheels) -> None:
     expected = {f"npugrad/v1/{path.name}" for path in (ROOT / "protos/npugrad/v1").glob("*.proto")}
     assert expected
     assert expected <= set(wheels[CLIENT].namelist())
@@ -115,46 +103,40 @@ def test_both_ship_the_same_license() -> None:
     assert (ROOT / "server/LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
 
 
-def test_index_would_take_them(dist: Path) -> None:
+def test_index_would_take_them_and_the_client_is_for_any_machine(dist: Path) -> None:
     assert indexable(dist) == 4
+    assert [path.name for path in dist.glob("npugrad-*.whl")] == [f"npugrad-{VERSION}-py3-none-any.whl"]
 
 
 # --------------------------------------------------------------------------------------------- metadata
 
 
-def test_client_is_for_any_machine(dist: Path) -> None:
-    assert [path.name for path in dist.glob("npugrad-*.whl")] == [
-        f"npugrad-{npugrad.__version__}-py3-none-any.whl"
-    ]
-
-
-def test_base_install_needs_no_heavy_library(metadata: Mapping[str, Message]) -> None:
+def test_base_install_needs_no_heavy_library_and_every_extra_is_declared(
+    metadata: Mapping[str, Message],
+) -> None:
     base = {canonicalize_name(each.name) for each in _requirements(metadata[CLIENT], extra=None)}
     assert base == BASE
-
-
-def test_every_user_extra_is_declared(metadata: Mapping[str, Message]) -> None:
     assert {*HEAVY_EXTRAS, "dev"} == set(metadata[CLIENT].get_all("Provides-Extra", []))
 
 
 def test_floors_are_those_of_the_generator(metadata: Mapping[str, Message]) -> None:
-    floors = {each.name: each.specifier for each in _requirements(metadata[CLIENT], extra=None)}
-    generated = sorted((ROOT / "protos/npugrad/v1").glob("*_pb2.py"))
-    assert generated
-    for path in generated:
-        match = re.search(r"^# Protobuf Python Version: (\S+)$", path.read_text("utf-8"), re.MULTILINE)
-        assert match is not None, path.name
-        assert str(floors["protobuf"]) == f">={match[1]}", f"{path.name} was made by protobuf {match[1]}"
-    for path in generated[0].parent.glob("*_pb2_grpc.py"):
-        match = re.search(r"^GRPC_GENERATED_VERSION = '(\S+)'$", path.read_text("utf-8"), re.MULTILINE)
-        assert match is not None, path.name
-        assert str(floors["grpcio"]) == f">={match[1]}", f"{path.name} was made by grpcio-tools {match[1]}"
+    floors = {each.name: str(each.specifier) for each in _requirements(metadata[CLIENT], extra=None)}
+    for pattern, said, library in (
+        ("*_pb2.py", r"^# Protobuf Python Version: (\S+)$", "protobuf"),
+        ("*_pb2_grpc.py", r"^GRPC_GENERATED_VERSION = '(\S+)'$", "grpcio"),
+    ):
+        generated = sorted((ROOT / "protos/npugrad/v1").glob(pattern))
+        assert generated
+        for path in generated:
+            match = re.search(said, path.read_text("utf-8"), re.MULTILINE)
+            assert match is not None, path.name
+            assert floors[library] == f">={match[1]}", f"{path.name} was made by {library} {match[1]}"
 
 
 def test_all_say_one_version(metadata: Mapping[str, Message]) -> None:
     versions = {part["Version"] for part in metadata.values()}
     packages = (npugrad, npugrad_client, npugrad_server)
-    assert versions == {package.__version__ for package in packages} == {npugrad.__version__}
+    assert versions == {package.__version__ for package in packages} == {VERSION}
 
 
 def test_both_link_to_the_vendors_sources(metadata: Mapping[str, Message]) -> None:
@@ -169,11 +151,10 @@ def test_both_link_to_the_vendors_sources(metadata: Mapping[str, Message]) -> No
 
 
 def test_each_needs_the_other_in_its_own_version(metadata: Mapping[str, Message]) -> None:
-    version = npugrad.__version__
     (contract,) = (each for each in _requirements(metadata[SERVER], extra=None) if each.name == CLIENT)
     (server,) = _requirements(metadata[CLIENT], extra="server")
     (npu,) = _requirements(metadata[CLIENT], extra="npu")
-    assert [str(each.specifier) for each in (contract, server, npu)] == [f"=={version}"] * 3
+    assert [str(each.specifier) for each in (contract, server, npu)] == [f"=={VERSION}"] * 3
     assert [(each.name, each.extras) for each in (server, npu)] == [(SERVER, set()), (SERVER, {"npu"})]
 
 
@@ -197,9 +178,9 @@ def _requirements(metadata: Message, extra: str | None) -> list[Requirement]:
 
 
 @pytest.fixture(scope="module")
-def client(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
+def client(wheels: Wheels, tmp_path_factory: pytest.TempPathFactory) -> Environment:
     """Return an environment with `npugrad` and what it needs, nothing else."""
-    return Environment.installed(tmp_path_factory.mktemp("client"), CLIENT, dist)
+    return Environment.unpacked(tmp_path_factory.mktemp("client"), CLIENT, wheels[CLIENT])
 
 
 @pytest.fixture(scope="module")
@@ -210,47 +191,39 @@ def server(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
 
 @pytest.mark.slow
 def test_client_alone_works_and_says_what_to_install(client: Environment, tmp_path: Path) -> None:
-    assert client.commands() == ["npugrad"]
-    assert client.run("npugrad", "--version").stdout == f"npugrad {npugrad.__version__}\n"
-    assert client.python("-m", "npugrad_client", "--version").stdout == f"npugrad {npugrad.__version__}\n"
-    demo = client.run("npugrad", "demo", "--out", str(tmp_path))
+    demo = client.run("python", "-m", "npugrad_client", "demo", "--out", str(tmp_path))
     assert (demo.returncode, demo.stdout, demo.stderr) == (1, "", DEMO)
     program = "import npugrad_client as c; [getattr(c, name) for name in c.__all__]; print(c.__version__)"
-    assert client.python("-c", program).stdout == f"{npugrad.__version__}\n"
-    assert client.python("-m", "npugrad_server").stderr.endswith("No module named npugrad_server\n")
+    assert client.run("python", "-c", program).stdout == f"{VERSION}\n"
+    assert client.run("python", "-m", "npugrad_server").stderr.endswith("No module named npugrad_server\n")
 
 
 @pytest.mark.slow
 def test_client_of_one_environment_calls_the_server_of_another(
     client: Environment, server: Environment, tmp_path: Path
 ) -> None:
-    assert server.commands() == ["npugrad", "npugrad-server"]
-    checked = server.run(
-        "npugrad-server", "check", "--devices=cpu:0", f"--listen=unix:{tmp_path}/s", "--metrics-listen="
-    )
-    assert checked.returncode == 0, checked.stdout
-    missing = "no compiled kernels: not built for"
-    assert missing in checked.stdout
+    commands = sorted(path.name for path in (server.folder / "bin").glob("npugrad*"))
+    assert commands == ["npugrad", "npugrad-server"]
     with server.serving(tmp_path) as running:
-        answer = client.run("npugrad", "info", "--target", running.address)
+        answer = client.run("python", "-m", "npugrad_client", "info", "--target", running.address)
         assert answer.returncode == 0, answer.stderr
         assert "cpu-reference" in answer.stdout
+        missing = "no compiled kernels: not built for"
         (warning,) = (line for line in running.log_lines() if missing in str(line))
     assert warning["level"] == "warning"
 
 
 @pytest.mark.slow
 def test_server_beside_another_version_of_the_contract_says_so(server: Environment, tmp_path: Path) -> None:
-    version = npugrad.__version__
-    (contract,) = server.folder.glob("lib/python*/site-packages/npugrad/__init__.py")
+    contract = server.packages / "npugrad" / "__init__.py"
     sources = contract.read_text("utf-8")
-    assert f'"{version}"' in sources
+    assert f'"{VERSION}"' in sources
     told = (
-        f"npugrad-server {version} needs npugrad {version}, but npugrad 9.9.9 is installed: "
-        f"pip install npugrad=={version} npugrad-server=={version}\n"
+        f"npugrad-server {VERSION} needs npugrad {VERSION}, but npugrad 9.9.9 is installed: "
+        f"pip install npugrad=={VERSION} npugrad-server=={VERSION}\n"
     )
     try:
-        contract.write_text(sources.replace(f'"{version}"', '"9.9.9"'), "utf-8")
+        contract.write_text(sources.replace(f'"{VERSION}"', '"9.9.9"'), "utf-8")
         checked = server.run("npugrad-server", "check")
         demo = server.run("npugrad", "demo", "--out", str(tmp_path))
     finally:
