@@ -125,6 +125,7 @@ def methods(found: Documented) -> Iterator[tuple[str, Documented]]:
             yield node.name, Documented(found.module, node, ast.get_docstring(node) or "")
 
 
+@cache
 def documented(package: str) -> dict[str, Documented]:
     """Everything of a package that must have an example, by its name."""
     found = {package: Documented(package, parsed(package), ast.get_docstring(parsed(package)) or "")}

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from typing import Any
 
 import grpc
 import pytest
-from tests.client.fake_service import STREAMED, UNARY, Context, fake_service, group_norm, read_header
+from tests.client.both import WAYS, Looped, call_once, caught
+from tests.client.fake_service import UNARY, Context, fake_service, group_norm, read_header
 from tests.client.raw_http2 import GONE, NO_STATUS, peer, reset
 from tests.http2 import HEADERS
 
 from npugrad.errors import NpugradError
 from npugrad.operator import OpRecord
-from npugrad_client import AsyncClient, Client, ConnectError, RetryPolicy
+from npugrad_client import Client, ConnectError, RetryPolicy
 
 BROKEN_OFF = {
     **{f"reset {code}": reset(code) for code in (0, 2, 7, 8)},
@@ -24,35 +24,25 @@ BROKEN_OFF = {
 }
 
 
-def outcomes(targets: list[str], policy: RetryPolicy | None, way: int, hxw: int = 40_000) -> list[Any]:
+def outcomes(targets: list[str], policy: RetryPolicy | None, way: int, hxw: int = 4_000) -> list[Any]:
     """Results or errors of one call from each client, and of one from a future, which can be cancelled.
 
-    By default of one whose upload takes more than a window of HTTP/2.
+    By default of one whose upload takes more than a window of HTTP/2, which is 64 KiB.
     """
     call = group_norm(hxw=hxw)
-
-    async def work() -> Any:
-        async with AsyncClient(targets, timeout_s=30, retry=policy, stream_from_bytes=way) as client:
-            return await client.group_norm_backward(**call)
-
-    found: list[Any] = []
-    with Client(targets, timeout_s=30, retry=policy, stream_from_bytes=way) as client:
-        for act in (
-            lambda: client.group_norm_backward(**call),
-            lambda: client.submit.group_norm_backward(**call).result(60),
-            lambda: asyncio.run(asyncio.wait_for(work(), 60)),
-        ):
-            try:
-                found.append(act())
-            except NpugradError as error:
-                found.append(error)
-    return found
+    options: Any = {"timeout_s": 30, "retry": policy, "stream_from_bytes": way}
+    with Client(targets, **options) as client:
+        return [
+            caught(lambda: client.group_norm_backward(**call)),
+            caught(lambda: client.submit.group_norm_backward(**call).result(60)),
+            caught(lambda: call_once(Looped, targets, call, **options)),
+        ]
 
 
-@pytest.mark.parametrize("way", [UNARY, STREAMED], ids=["unary", "streamed"])
+@WAYS
 @pytest.mark.parametrize("answer", BROKEN_OFF.values(), ids=BROKEN_OFF)
 def test_a_call_that_a_proxy_breaks_off_is_sent_to_another_server(answer: list[bytes], way: int) -> None:
-    hxw = 500 if answer[0][3] == HEADERS else 40_000  # a reply begins when the upload is over
+    hxw = 500 if answer[0][3] == HEADERS else 4_000  # a reply begins when the upload is over
     with peer(answer) as proxy, fake_service() as good:
         for error in outcomes([proxy.address], None, way, hxw):
             assert type(error) is ConnectError
@@ -74,7 +64,7 @@ def test_a_reset_that_blames_what_was_sent_is_not_tried_again() -> None:
 
 
 @pytest.mark.parametrize("said", ["CANCELLED", "Channel closed!", "Locally cancelled by application!"])
-@pytest.mark.parametrize("way", [UNARY, STREAMED], ids=["unary", "streamed"])
+@WAYS
 def test_a_cancellation_that_is_not_ours_is_a_lost_server_whatever_it_says(said: str, way: int) -> None:
     """A server that stops cancels what it has not taken yet."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,9 +10,10 @@ from typing import Any
 import grpc
 import pytest
 import trustme
-from tests.client.fake_service import STREAMED, UNARY, fake_service, group_norm
+from tests.client.both import BOTH, WAYS, Make, call_once
+from tests.client.fake_service import fake_service
 
-from npugrad_client import AsyncClient, Client, ConnectError, Tls, TlsError
+from npugrad_client import Client, ConnectError, Tls, TlsError
 
 
 class Identity:
@@ -56,25 +56,22 @@ def mutual_service(own: Identity) -> Iterator[str]:
         yield seen.address
 
 
-def call(address: str, tls: Tls | bool | None, way: int = UNARY) -> Any:
-    with Client(address, timeout_s=20, tls=tls, stream_from_bytes=way) as client:
-        return client.group_norm_backward(**group_norm())
+def call(address: str, tls: Tls | bool | None) -> Any:
+    return call_once(Client, address, tls=tls)
 
 
-@pytest.mark.parametrize("way", [UNARY, STREAMED], ids=["unary", "streamed"])
-def test_a_trusted_server_answers(own: Identity, service: str, way: int) -> None:
-    assert call(service, Tls(ca=own.ca), way).info.device == "test:0"
-
-
-def test_the_asynchronous_client_has_the_same_option(own: Identity, mutual_service: str) -> None:
-    async def work(tls: Tls) -> Any:
-        async with AsyncClient(mutual_service, timeout_s=20, tls=tls) as client:
-            return await client.group_norm_backward(**group_norm())
-
-    tls = Tls(ca=own.ca, certificate=own.certificate, key=own.key)
-    assert asyncio.run(work(tls)).info.device == "test:0"
-    with pytest.raises(ConnectError):
-        asyncio.run(work(Tls(ca=own.ca)))
+@WAYS
+@BOTH
+def test_who_trusts_the_server_and_is_trusted_is_answered(
+    own: Identity, other: Identity, service: str, mutual_service: str, make: Make, way: int
+) -> None:
+    mutual = Tls(ca=own.ca, certificate=own.certificate, key=own.key)
+    for address, tls in ((service, Tls(ca=own.ca)), (mutual_service, mutual)):
+        assert call_once(make, address, tls=tls, stream_from_bytes=way).info.device == "test:0"
+    unknown = Tls(ca=own.ca, certificate=other.certificate, key=other.key)
+    for tls in (Tls(ca=own.ca), unknown):
+        with pytest.raises(ConnectError, match=mutual_service):
+            call_once(make, mutual_service, tls=tls, stream_from_bytes=way)
 
 
 def test_files_do_as_well_as_bytes(own: Identity, mutual_service: str, tmp_path: Path) -> None:
@@ -82,18 +79,6 @@ def test_files_do_as_well_as_bytes(own: Identity, mutual_service: str, tmp_path:
         (tmp_path / name).write_bytes(getattr(own, name))
     tls = Tls(ca=str(tmp_path / "ca"), certificate=tmp_path / "certificate", key=tmp_path / "key")
     assert call(mutual_service, tls).info.device == "test:0"
-
-
-def test_a_client_without_a_certificate_is_not_let_in(own: Identity, mutual_service: str) -> None:
-    with pytest.raises(ConnectError, match=mutual_service):
-        call(mutual_service, Tls(ca=own.ca))
-
-
-def test_a_client_of_another_authority_is_not_let_in(
-    own: Identity, other: Identity, mutual_service: str
-) -> None:
-    with pytest.raises(ConnectError, match=mutual_service):
-        call(mutual_service, Tls(ca=own.ca, certificate=other.certificate, key=other.key))
 
 
 @pytest.mark.parametrize("tls", ["other", True], ids=["another authority", "the system's"])
@@ -108,32 +93,25 @@ def test_a_server_that_is_not_trusted_is_an_error_that_no_retry_changes(
     assert (type(again), str(again)) == (TlsError, str(caught.value))
 
 
-def test_a_name_that_the_certificate_lacks_is_refused(own: Identity, service: str) -> None:
+def test_a_name_may_be_told_where_the_address_is_another_and_must_be_the_certificates(
+    own: Identity, service: str
+) -> None:
+    assert call(service, Tls(ca=own.ca, server_name="service.example.org")).info.device == "test:0"
     with pytest.raises(TlsError, match=r"Hostname Verification Check failed|not in peer certificate"):
         call(service, Tls(ca=own.ca, server_name="elsewhere.example.org"))
 
 
-def test_a_name_may_be_told_where_the_address_is_another(own: Identity, service: str) -> None:
-    assert call(service, Tls(ca=own.ca, server_name="service.example.org")).info.device == "test:0"
-
-
-def test_an_encrypted_client_of_a_plain_server_says_so(own: Identity) -> None:
+def test_a_plain_end_of_an_encrypted_connection_is_an_error(own: Identity, service: str) -> None:
     with fake_service() as seen, pytest.raises(TlsError, match=f"no encrypted connection to {seen.address}"):
         call(seen.address, Tls(ca=own.ca))
-
-
-def test_a_plain_client_of_an_encrypted_server_is_an_error(service: str) -> None:
     with pytest.raises(ConnectError, match=f"cannot reach {service}"):
         call(service, None)
 
 
-@pytest.mark.parametrize("half", ["certificate", "key"])
-def test_half_of_a_pair_is_refused(half: str) -> None:
-    with pytest.raises(ValueError, match=f"tls: a {half} needs a "):
-        Tls(**{half: b"-----BEGIN X"})  # type: ignore[arg-type]
-
-
-def test_what_is_no_pem_is_refused_at_once_by_name(tmp_path: Path) -> None:
+def test_what_is_no_pem_or_half_of_a_pair_is_refused_at_once_by_name(tmp_path: Path) -> None:
+    for half in ("certificate", "key"):
+        with pytest.raises(ValueError, match=f"tls: a {half} needs a "):
+            Tls(**{half: b"-----BEGIN X"})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="tls: ca: no PEM block"):
         Client("localhost:1", tls=Tls(ca=b"nonsense"))
     (tmp_path / "x").write_text("nonsense")

@@ -2,39 +2,26 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import pickle
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 import trustme
-from tests.client.fake_service import (
-    STREAMED,
-    UNARY,
-    Context,
-    Gate,
-    Seen,
-    fake_service,
-    group_norm,
-    stream_zeros,
-    zeros,
-)
+from tests.client import programs
+from tests.client.both import BOTH, WAYS, Make
+from tests.client.fake_service import Context, Gate, Seen, fake_service, group_norm, stream_zeros, zeros
 from tests.client.test_forks import HEAD
 
-from npugrad_client import AsyncClient, Client, Tls
+from npugrad_client import Client, Tls, _tls
 from npugrad_client._tls import LEFT_ALONE_S, TlsSource
 
 AUTHORITY = trustme.CA()
-WAYS = pytest.mark.parametrize("way", [UNARY, STREAMED], ids=["unary", "streamed"])
 
 
 class Files:
@@ -86,7 +73,9 @@ class Callers:
 
 
 @pytest.fixture
-def callers() -> Callers:
+def callers(monkeypatch: pytest.MonkeyPatch) -> Callers:
+    """Of clients that look at their files before each call."""
+    monkeypatch.setattr(_tls, "LOOK_INTERVAL_S", 0.0)
     return Callers()
 
 
@@ -100,52 +89,24 @@ def service(callers: Callers) -> Iterator[Seen]:
 
 
 @WAYS
+@BOTH
+@pytest.mark.parametrize("is_closed", [False, True], ids=["answered", "closed"])
 def test_a_call_in_flight_ends_on_its_connection(
-    files: Files, callers: Callers, service: Seen, way: int
+    files: Files, callers: Callers, service: Seen, make: Make, way: int, is_closed: bool
 ) -> None:
-    with (
-        Client(service.address, timeout_s=60, tls=files.tls, stream_from_bytes=way) as client,
-        ThreadPoolExecutor(1) as pool,
-    ):
-        held = pool.submit(client.group_norm_backward, **group_norm())
+    with make(service.address, timeout_s=60, tls=files.tls, stream_from_bytes=way, retry=None) as client:
+        held = client.submit.group_norm_backward(**group_norm())
         callers.gate.wait_for_call()
         files.renew("second.example.org")
-        while callers.names[-1] != "second.example.org":
-            client.group_norm_backward(**group_norm())
+        client.group_norm_backward(**group_norm())
+        assert callers.names == ["first.example.org", "second.example.org"]
         assert not held.done()
+        if is_closed:
+            client.close()
+            assert held.exception(60) is not None
         callers.gate.open()
-        assert held.result(60).info.device == "test:0"
-
-
-@WAYS
-def test_the_asynchronous_client_reads_them_too(
-    files: Files, callers: Callers, service: Seen, way: int
-) -> None:
-    async def work() -> None:
-        async with AsyncClient(service.address, timeout_s=60, tls=files.tls, stream_from_bytes=way) as client:
-            held = asyncio.create_task(client.group_norm_backward(**group_norm()))
-            await asyncio.to_thread(callers.gate.wait_for_call)
-            files.renew("second.example.org")
-            while callers.names[-1] != "second.example.org":
-                await client.group_norm_backward(**group_norm())
-            assert not held.done()
-            callers.gate.open()
-            assert (await held).info.device == "test:0"
-
-    asyncio.run(work())
-
-
-def test_closing_cancels_calls_on_both_connections(files: Files, callers: Callers, service: Seen) -> None:
-    client = Client(service.address, timeout_s=60, tls=files.tls, retry=None)
-    with ThreadPoolExecutor(1) as pool:
-        held = pool.submit(client.group_norm_backward, **group_norm())
-        callers.gate.wait_for_call()
-        files.renew("second.example.org")
-        while callers.names[-1] != "second.example.org":
-            client.group_norm_backward(**group_norm())
-        client.close()
-        assert held.exception(60) is not None
-    callers.gate.open()
+        if not is_closed:
+            assert held.result(60).info.device == "test:0"
 
 
 def looked(source: TlsSource) -> Any:
@@ -166,13 +127,16 @@ def test_files_that_do_not_belong_together_change_nothing(
     assert looked(source)[1] == files.certificate.read_bytes()
 
 
-@pytest.mark.parametrize("name", ["ca", "certificate"])
-def test_a_file_that_breaks_off_changes_nothing(files: Files, name: str) -> None:
+def test_a_file_that_breaks_off_or_vanishes_changes_nothing(files: Files) -> None:
     source = TlsSource(files.tls)
     before = source.current()
-    path: Path = getattr(files, name)
-    files.put(path, path.read_bytes() + AUTHORITY.cert_pem.bytes()[:-40])
-    assert looked(source) == before
+    for path in (files.ca, files.certificate):
+        whole = path.read_bytes()
+        files.put(path, whole + AUTHORITY.cert_pem.bytes()[:-40])
+        assert looked(source) == before
+        path.unlink()
+        assert looked(source) == before
+        files.put(path, whole)
 
 
 def test_a_file_that_is_being_written_is_left_alone(files: Files) -> None:
@@ -186,13 +150,6 @@ def test_a_file_that_is_being_written_is_left_alone(files: Files) -> None:
         assert found == before
     os.utime(files.ca, (soon - 60, soon - 60))
     assert looked(source)[0] == AUTHORITY.cert_pem.bytes() * 2
-
-
-def test_a_file_that_vanishes_changes_nothing(files: Files) -> None:
-    source = TlsSource(files.tls)
-    before = source.current()
-    files.ca.unlink()
-    assert looked(source) == before
 
 
 def test_what_is_not_in_files_is_never_looked_at(files: Files) -> None:
@@ -215,7 +172,8 @@ def test_a_pickled_client_reads_them_too(files: Files, callers: Callers, service
 
 _FORKED = """
 from pathlib import Path
-from npugrad_client import Tls
+from npugrad_client import Tls, _tls
+_tls.LOOK_INTERVAL_S = 0.0
 folder = Path(sys.argv[2])
 client = Client(address, timeout_s=60, tls=Tls(folder / "ca", folder / "certificate", folder / "key"))
 client.group_norm_backward(**operands)
@@ -224,13 +182,7 @@ for name in ("key", "certificate"):
     (folder / name).write_bytes(data)
     os.utime(folder / name, (10**9, 10**9))
 
-def call_past_the_next_look():
-    ends_s = time.monotonic() + 1.1
-    while time.monotonic() < ends_s:
-        client.group_norm_backward(**operands)
-    client.group_norm_backward(**operands)
-
-in_children(call_past_the_next_look, 1)
+in_children(lambda: client.group_norm_backward(**operands), 1)
 os._exit(0)
 """
 
@@ -241,7 +193,6 @@ def test_a_forked_process_reads_them_too(
     callers.gate.open()
     (tmp_path / "new").mkdir()
     Files(tmp_path / "new").renew("second.example.org")
-    command = [sys.executable, "-W", "ignore", "-c", HEAD + _FORKED, service.address, str(tmp_path)]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    ran = programs.run(HEAD + _FORKED, service.address, tmp_path)
     assert (ran.stdout, ran.returncode) == ("ok\n", 0), ran.stderr
-    assert (callers.names[0], callers.names[-1]) == ("first.example.org", "second.example.org")
+    assert callers.names == ["first.example.org", "second.example.org"]
