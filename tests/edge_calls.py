@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -213,17 +214,18 @@ def _encoder(
     return found
 
 
-def edge_calls(record: OpRecord, kind: str, seed: int = 0, **options: Any) -> Iterator[EdgeCall]:
-    """A call of a kind for every mode of the operator."""
+def modes_of(record: OpRecord) -> list[dict[str, Any]]:
+    """Attributes of each mode of the operator."""
+    variants = {} if record is ATTENTION else record.workloads.variants
+    names = [name for name in ("interpolation_mode", "padding_mode", "align_corners") if name in variants]
+    return [dict(zip(names, mode, strict=True)) for mode in product(*(variants[name] for name in names))]
+
+
+def edge_call(record: OpRecord, kind: str, seed: int = 0, mode: int = 0, **options: Any) -> EdgeCall:
+    """A call of a kind in a mode, by its place in `modes_of`."""
     if record is ATTENTION:
-        yield attention_call(kind, seed, **options)
-        return
-    variants = record.workloads.variants
-    for mode in variants["interpolation_mode"]:
-        for padding in variants["padding_mode"]:
-            for align in variants["align_corners"]:
-                attrs = {"interpolation_mode": mode, "padding_mode": padding, "align_corners": align}
-                yield grid_call(record, kind, seed, **attrs, **options)
+        return attention_call(kind, seed, **options)
+    return grid_call(record, kind, seed, **modes_of(record)[mode], **options)
 
 
 DTYPES = tuple(dtype_from_name(name) for name in ("float32", "float16", "bfloat16"))

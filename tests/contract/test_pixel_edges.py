@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from tests.derived import NO_PLACES, SEEDS
+from tests.derived import NO_PLACES, SEEDS, pairs, random_cases
 from tests.edge_calls import (
     ATTENTION,
     DTYPES,
@@ -19,8 +19,10 @@ from tests.edge_calls import (
     SAMPLERS,
     VOLUMES,
     EdgeCall,
-    edge_calls,
+    attention_call,
+    edge_call,
     grid_call,
+    modes_of,
 )
 
 from npugrad import OPERATORS, nearest_edges
@@ -30,20 +32,19 @@ from npugrad.dtypes import DType
 from npugrad.operator import OpRecord
 
 each_sampler = pytest.mark.parametrize("record", SAMPLERS, ids=lambda record: record.name)
-each_kind = pytest.mark.parametrize("kind", KINDS)
 NEAREST = {"interpolation_mode": 1}
 
 
 def drawn(record: OpRecord, kind: str, seed: int) -> EdgeCall:
-    """One of the modes in one of the types."""
-    calls = list(edge_calls(record, kind, seed, dtype=DTYPES[seed % 3]))
-    return calls[seed // 3 % len(calls)]
+    """A small call in one of the modes and one of the types."""
+    mode = seed // 3 % len(modes_of(record))
+    return edge_call(record, kind, seed, mode, dtype=DTYPES[seed % 3], scale=0.5)
 
 
-@each_kind
+@pytest.mark.parametrize("kind", KINDS)
 @each_sampler
 @given(seed=SEEDS)
-@settings(deadline=None, max_examples=3)
+@random_cases(5)
 def test_results_by_every_rule_are_right(record: OpRecord, kind: str, seed: int) -> None:
     call = drawn(record, kind, seed)
     for rule in call.rules:
@@ -51,11 +52,15 @@ def test_results_by_every_rule_are_right(record: OpRecord, kind: str, seed: int)
         assert found.ok, f"{call} by {rule}: {found}"
 
 
-@pytest.mark.parametrize("mutant", MUTANTS)
-@each_kind
-@each_sampler
+@pytest.mark.parametrize(
+    ("record", "kind", "mutant"),
+    [
+        pytest.param(*case, id=f"{case[0].name}-{case[1]}-{case[2]}")
+        for case in pairs(SAMPLERS, KINDS, MUTANTS)
+    ],
+)
 @given(seed=SEEDS, which=st.integers(0, 9))
-@settings(deadline=None, max_examples=2)
+@random_cases(5)
 def test_mistakes_are_refused(record: OpRecord, kind: str, mutant: str, seed: int, which: int) -> None:
     call = drawn(record, kind, seed)
     rule = call.rules[which % len(call.rules)]
@@ -68,7 +73,7 @@ def test_mistakes_are_refused(record: OpRecord, kind: str, mutant: str, seed: in
 
 @each_sampler
 @given(seed=SEEDS)
-@settings(deadline=None, max_examples=6)
+@random_cases(10)
 def test_coordinates_that_are_no_place_are_judged_like_others(record: OpRecord, seed: int) -> None:
     call = drawn(record, "lattice", seed)
     rng = np.random.default_rng(seed)
@@ -91,8 +96,7 @@ def test_coordinates_that_are_no_place_are_judged_like_others(record: OpRecord, 
 def on_edges(record: OpRecord, **attrs: Any) -> EdgeCall:
     """A call of many points that lie so near to an edge that the rules part."""
     if record is ATTENTION:
-        (call,) = edge_calls(record, "identity")
-        return call
+        return attention_call("identity")
     call = grid_call(record, "lattice", 4, padding_mode=0, align_corners=False, **attrs)
     assert call.sampled.may_move(np.arange(call.sampled.count)).any(axis=1).mean() > 0.1
     return call
@@ -118,14 +122,20 @@ def moved(call: EdgeCall, points: npt.NDArray[np.int64], rule: CoordinateRule) -
     return call.at(places)
 
 
-@pytest.mark.parametrize("attrs", [{}, NEAREST], ids=["bilinear", "nearest"])
-@pytest.mark.parametrize("number", [0, -1], ids=["own", "float64"])
-@each_sampler
+@pytest.mark.parametrize(
+    ("record", "number", "attrs"),
+    [
+        pytest.param(IMAGES, 0, {}, id="images-own"),
+        pytest.param(IMAGES, -1, NEAREST, id="images-float64-nearest"),
+        pytest.param(VOLUMES, -1, {}, id="volumes-float64"),
+        pytest.param(VOLUMES, 0, NEAREST, id="volumes-own-nearest"),
+        pytest.param(ATTENTION, 0, {}, id="attention-own"),
+        pytest.param(ATTENTION, -1, {}, id="attention-float64"),
+    ],
+)
 def test_a_few_points_may_lie_on_the_other_side_and_are_told(
     record: OpRecord, number: int, attrs: dict[str, Any]
 ) -> None:
-    if record is ATTENTION and attrs:
-        return
     call = on_edges(record, **attrs)
     rule = call.rules[number]
     found = call.judged(moved(call, movable(call, 7), rule))
@@ -133,25 +143,15 @@ def test_a_few_points_may_lie_on_the_other_side_and_are_told(
     assert found.explanation.startswith(f"by coordinate rule {rule}")
     assert f"but for 7 of {call.sampled.count} points" in found.explanation
     assert found.comparisons.keys() == call.by_rule(rule).keys()
-
-
-@pytest.mark.parametrize("attrs", [{}, NEAREST], ids=["bilinear", "nearest"])
-@each_sampler
-def test_more_than_a_few_points_on_the_other_side_are_refused(
-    record: OpRecord, attrs: dict[str, Any]
-) -> None:
-    if record is ATTENTION and attrs:
-        return
-    call = on_edges(record, **attrs)
     most = max(8, call.sampled.count // 1000)
-    assert call.judged(moved(call, movable(call, most), call.rules[0])).ok
-    assert not call.judged(moved(call, movable(call, most + 1 + most // 4), call.rules[0])).ok
+    assert call.judged(moved(call, movable(call, most), rule)).ok
+    assert not call.judged(moved(call, movable(call, most + 1 + most // 4), rule)).ok
 
 
 @pytest.mark.parametrize("axis", [0, 1])
 def test_a_pair_counts_only_as_a_whole(axis: int) -> None:
     """Each gradient is that of one side: nothing between the two, and nothing else where there is no edge."""
-    call = on_edges(IMAGES)
+    call = on_edges(IMAGES, scale=0.5)
     rule = call.rules[0]
     (point,) = movable(call, 1, only_on=axis)
     right, other = call.by_rule(rule), moved(call, np.array([point]), rule)
@@ -204,7 +204,7 @@ def test_coordinates_in_float64_know_no_rule_but_one() -> None:
 @pytest.mark.parametrize("name", ["grad_output", "input"])
 def test_values_that_are_not_finite_follow_the_side(name: str) -> None:
     """Bilinear interpolation gives a pixel of weight 0 to one side only, which shows where it is NaN."""
-    call = on_edges(IMAGES)
+    call = on_edges(IMAGES, scale=0.5)
     call.inputs[name][0, 0, 20:24, 20:24] = np.nan
     for rule in call.rules:
         found = call.judged(call.by_rule(rule))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from tests.e2e.harness import eventually
-from tests.edge_calls import ATTENTION, IMAGES, SAMPLERS, EdgeCall, edge_calls, grid_call
+from tests.edge_calls import ATTENTION, IMAGES, SAMPLERS, EdgeCall, attention_call, grid_call
 from tests.fix_server import ServerProcess, run_server
 
 from npugrad.coordinates import CoordinateRule
@@ -73,7 +73,7 @@ def verified(client: Client, call: EdgeCall, label: str) -> str:
 
 def identity(record: OpRecord) -> EdgeCall:
     """How a spatial transformer starts, and a Deformable-DETR encoder."""
-    (call,) = edge_calls(record, "identity") if record is ATTENTION else [grid_call(record, "identity", 3)]
+    call = attention_call("identity") if record is ATTENTION else grid_call(record, "identity", 3)
     return call
 
 

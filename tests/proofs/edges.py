@@ -17,7 +17,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from tests.edge_calls import ATTENTION, DTYPES, IMAGES, KINDS, MUTANTS, SAMPLERS, EdgeCall, edge_calls
+from tests.edge_calls import (
+    ATTENTION,
+    DTYPES,
+    IMAGES,
+    KINDS,
+    MUTANTS,
+    SAMPLERS,
+    EdgeCall,
+    edge_call,
+    modes_of,
+)
 
 
 def calls(count: int, seed: int) -> Iterator[tuple[str, EdgeCall]]:
@@ -28,9 +38,8 @@ def calls(count: int, seed: int) -> Iterator[tuple[str, EdgeCall]]:
         kind = KINDS[number // len(SAMPLERS) % len(KINDS)]
         dtype = DTYPES[number // 9 % len(DTYPES)]
         options = {"dtype": dtype, "scale": float(rng.uniform(0.75, 1.25))}
-        modes = edge_calls(record, kind, int(rng.integers(2**31)), **options)
-        chosen = int(rng.integers(1 if record is ATTENTION else 12))
-        yield kind, next(call for place, call in enumerate(modes) if place == chosen)
+        seed = int(rng.integers(2**31))
+        yield kind, edge_call(record, kind, seed, int(rng.integers(len(modes_of(record)))), **options)
 
 
 def by_pytorch(call: EdgeCall) -> dict[str, Any]:
