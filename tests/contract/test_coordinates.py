@@ -13,9 +13,10 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from tests.proofs.coordinates import CAPABILITY, LEVELS, usable_levels
+from tests.derived import random_cases
+from tests.proofs.coordinates import CAPABILITY, prove, usable_levels
 
 from npugrad import OPERATORS
 from npugrad.coordinates import (
@@ -113,7 +114,7 @@ def near_edges(draw: st.DrawFn, size: int) -> float:
     return float(x + draw(st.integers(-3, 3)) * np.spacing(x))
 
 
-@settings(deadline=None, max_examples=400)
+@random_cases(400)
 @given(st.data())
 def test_grid_rules_round_where_they_say(data: st.DataObject) -> None:
     axis, rule = data.draw(axes_with_rules())
@@ -123,25 +124,33 @@ def test_grid_rules_round_where_they_say(data: st.DataObject) -> None:
     assert list(zip(positions.tolist(), slopes.tolist(), strict=True)) == expected
 
 
-@settings(deadline=None, max_examples=200)
+@random_cases(200)
 @given(st.lists(FLOATS.filter(lambda x: abs(x) < 1e30), min_size=1), st.integers(1, 2**25))
 def test_attention_rounds_the_product_and_the_difference(values: list[float], size: int) -> None:
     found = attention_pixels(np.array(values, np.float32), np.array(size))
     assert found.tolist() == [float(fl(fl(Fraction(x) * fl(size)) - HALF)) for x in values]
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_pytorch_chooses_the_same_pixels(level: str) -> None:
-    """A short form of `make prove-coordinates`."""
-    pytest.importorskip("torch")
-    if level not in usable_levels():
-        pytest.skip(f"the processor lacks {level}")
-    command = [sys.executable, "-m", "tests.proofs.coordinates", "--points", "25000", "--level", level]
-    done = subprocess.run(
-        command, env={**os.environ, CAPABILITY: level}, check=False, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("25000 points, different: 0 of ") == 13
+def test_pytorch_chooses_the_same_pixels(capsys: pytest.CaptureFixture[str]) -> None:
+    """A short form of `make prove-coordinates`, by the kernels that PyTorch takes here."""
+    torch = pytest.importorskip("torch")
+    threads = torch.get_num_threads()
+    is_same = prove(torch.backends.cpu.get_cpu_capability().lower(), 25_000)
+    torch.set_num_threads(threads)
+    printed = capsys.readouterr().out
+    assert is_same, printed
+    assert printed.count("25000 points, different: 0 of ") == 13
+
+
+@pytest.mark.deep
+def test_pytorch_chooses_the_same_pixels_by_its_other_kernels() -> None:
+    torch = pytest.importorskip("torch")
+    for level in {*usable_levels()} - {torch.backends.cpu.get_cpu_capability().lower()}:
+        command = [sys.executable, "-m", "tests.proofs.coordinates", "--points", "25000", "--level", level]
+        env = {**os.environ, CAPABILITY: level}
+        done = subprocess.run(command, env=env, check=False, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert done.stdout.count("25000 points, different: 0 of ") == 13
 
 
 @pytest.mark.parametrize("axes", [2, 3])
@@ -163,22 +172,22 @@ def test_rules_differ_on_identity_grids(axes: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16], ids=["float16", "bfloat16"])
-@pytest.mark.parametrize("rule", GRID_2D_RULES)
-def test_coordinates_of_16_bits_are_widened_first(rule: CoordinateRule, dtype: npt.DTypeLike) -> None:
+def test_coordinates_of_16_bits_are_widened_first(dtype: npt.DTypeLike) -> None:
     narrow = np.random.default_rng(0).uniform(-2, 2, 999).astype(dtype)
+    wide = narrow.astype(np.float32)
     axis = GridAxis(37, 2, False, 2)
-    np.testing.assert_array_equal(axis.locate(narrow, rule), axis.locate(narrow.astype(np.float32), rule))
-    for attention_rule in ATTENTION_RULES:
-        found = attention_pixels(narrow, np.array(37), attention_rule)
-        wide = attention_pixels(narrow.astype(np.float32), np.array(37), attention_rule)
-        np.testing.assert_array_equal(found, wide)
+    for rule in GRID_2D_RULES:
+        np.testing.assert_array_equal(axis.locate(narrow, rule), axis.locate(wide, rule))
+    for rule in ATTENTION_RULES:
+        found, expected = (attention_pixels(x, np.array(37), rule) for x in (narrow, wide))
+        np.testing.assert_array_equal(found, expected)
 
 
-@pytest.mark.parametrize("rule", GRID_3D_RULES)
-def test_coordinates_in_float64_stay_so(rule: CoordinateRule) -> None:
+def test_coordinates_in_float64_stay_so() -> None:
     x = np.random.default_rng(0).uniform(-2, 2, 999)
     axis = GridAxis(37, 1, True, 3)
-    np.testing.assert_array_equal(axis.locate(x, rule), axis.locate(x, CoordinateRule.FLOAT64))
+    for rule in GRID_3D_RULES:
+        np.testing.assert_array_equal(axis.locate(x, rule), axis.locate(x, CoordinateRule.FLOAT64))
     pixels = attention_pixels(x, np.array(37), CoordinateRule.MMCV)
     np.testing.assert_array_equal(pixels, x * 37 - 0.5)
 

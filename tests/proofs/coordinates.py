@@ -221,7 +221,7 @@ def attention_row(kernels: Kernels, count: int) -> Row:
     return row
 
 
-def _prove(level: str, count: int) -> bool:
+def prove(level: str, count: int) -> bool:
     """Prints a line for each row; whether nothing differs."""
     import torch
 
@@ -259,7 +259,7 @@ def main() -> int:
     options.add_argument("--level", choices=LEVELS, help="this level only, in this process")
     given = options.parse_args()
     if given.level:
-        return 0 if _prove(given.level, given.points) else 1
+        return 0 if prove(given.level, given.points) else 1
     command = [sys.executable, "-m", "tests.proofs.coordinates", "--points", str(given.points), "--level"]
     codes = [
         subprocess.run([*command, level], env={**os.environ, CAPABILITY: level}, check=False).returncode
