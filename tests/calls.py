@@ -170,6 +170,18 @@ def sample(operator: str = "group_norm_backward", *, seed: int = 0, **sizes: Any
     return fill(record, record.build(**sizes), seed)
 
 
+def repeated(reply_bytes: int, operator: str = "group_norm_backward") -> Sample:
+    """A call of GroupNorm of about 100 bytes with a result of so many: large operands repeat one element."""
+    record = get_operator(operator)
+    call = record.build(n=1, c=1, hxw=reply_bytes // 4, group=1)
+    metas = {
+        name: meta and TensorMeta(meta.dtype, meta.shape, strides=(0,) * meta.rank)
+        for name, meta in call.inputs.items()
+    }
+    contents = {name: memoryview(bytes(meta.content_bytes)) for name, meta in metas.items() if meta}
+    return Sample(record, call.with_inputs(**metas), contents, {})
+
+
 def named_samples(operator: str, product: Product = Product.ATLAS_A2) -> Iterator[Any]:
     """Every sample of a record as a pytest parameter of (operator, name)."""
     for found in get_operator(operator).samples(product):

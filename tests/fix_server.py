@@ -253,12 +253,13 @@ def _zygote() -> Zygote:
     return Zygote(SERVER_PYTHON, server_environment())
 
 
-def _start(
+def start_process(
     arguments: Sequence[str],
     stderr: IO[str],
     env: Mapping[str, str] | None = None,
     program: Sequence[str] = SERVER_PROGRAM,
 ) -> Process:
+    """Starts a program with arguments, as a fork where that is the same; see `run_server`."""
     environment = server_environment(env)
     changed = {name for name, value in (env or {}).items() if server_environment().get(name) != value}
     if program == SERVER_PROGRAM and all(name.startswith(_READ_LATE) for name in changed):
@@ -270,7 +271,7 @@ def _start(
 def run_command(*arguments: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     """Runs `npugrad-server` to its end."""
     with tempfile.TemporaryFile("w+") as stderr:
-        process = _start(arguments, stderr, env)
+        process = start_process(arguments, stderr, env)
         assert process.stdout is not None
         watchdog = threading.Timer(START_TIMEOUT_S, process.kill)  # which ends its output as well
         watchdog.start()
@@ -313,7 +314,7 @@ def run_server(
     """
     arguments = ["serve", *server_flags(*flags, devices=devices, listen=listen)]
     with log_path.open("w") as log:
-        process = _start(arguments, log, env, program)
+        process = start_process(arguments, log, env, program)
     running = ServerProcess(process, log_path, credentials)
     try:
         if wait:

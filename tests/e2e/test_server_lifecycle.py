@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
-from tests.calls import TIMEOUT_S, call_execute, call_unary, failure_of, sample
+from tests.calls import TIMEOUT_S, Failure, call_execute, call_unary, failure_of, sample
 from tests.fix_server import ServerProcess, StartServer, run_command, server_flags
 
 from npugrad.errors import CircuitOpen, InvalidOperand
@@ -45,19 +46,17 @@ def watch_health(channel: grpc.Channel, service: str = "") -> Any:
 # ------------------------------------------------------------------------------------------- start
 
 
-def test_taken_port_is_told_before_anything_is_started(server: ServerProcess) -> None:
-    ended = run_command("serve", *server_flags(listen=server.address))
-    assert ended.returncode == 1
-    assert f"cannot listen on {server.address}: Address already in use" in ended.stderr
-    assert "listening on" not in ended.stdout
-    assert server.info().version
-
-
-def test_taken_metrics_port_is_told(server: ServerProcess) -> None:
+def test_taken_ports_are_told_before_anything_is_started(server: ServerProcess) -> None:
     taken = server.metrics_address
-    ended = run_command("serve", *server_flags("--metrics-listen", taken))
-    assert ended.returncode == 1
-    assert f"cannot serve metrics on {taken}" in ended.stderr
+    for flags, said in (
+        (server_flags(listen=server.address), f"cannot listen on {server.address}: Address already in use"),
+        (server_flags("--metrics-listen", taken), f"cannot serve metrics on {taken}"),
+    ):
+        ended = run_command("serve", *flags)
+        assert ended.returncode == 1
+        assert said in ended.stderr
+        assert "listening on" not in ended.stdout
+    assert server.info().version
 
 
 def test_unix_socket_serves_and_is_gone_afterwards(start_server: StartServer, tmp_path: Path) -> None:
@@ -142,31 +141,41 @@ def test_check_lists_everything_that_is_missing_at_once(server: ServerProcess, t
     assert len(missing) == 7
 
 
-def test_check_tells_arenas_beyond_the_memory_and_impossible_devices() -> None:
-    common = ("check", "--listen", "127.0.0.1:0", "--metrics-listen", "")
-    ended = run_command(*common, "--devices", "cpu:0", "--input-arena-bytes", "1PiB")
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (
+            ("--devices", "cpu:0", "--input-arena-bytes", "1PiB"),
+            "input_arena_bytes, output_arena_bytes: found 1125899906842624",
+        ),
+        (("--devices", "cpu:0,npu:0"), "devices: found kinds cpu and npu"),
+    ],
+)
+def test_check_tells_what_cannot_be(flags: Sequence[str], said: str) -> None:
+    ended = run_command("check", "--listen", "127.0.0.1:0", "--metrics-listen", "", *flags)
     assert ended.returncode == 1
-    assert "input_arena_bytes, output_arena_bytes: found 1125899906842624" in ended.stdout
-    ended = run_command(*common, "--devices", "cpu:0,npu:0")
-    assert ended.returncode == 1
-    assert "devices: found kinds cpu and npu" in ended.stdout
+    assert said in ended.stdout
 
 
 # ------------------------------------------------------------------------------------ health, info
 
 
-def test_health_of_every_service(server: ServerProcess) -> None:
-    with server.channel() as channel:
-        for service in ("", *SERVICES, "liveness"):
-            assert health_of(channel, service) == SERVING
-        with pytest.raises(grpc.RpcError) as caught:
-            health_of(channel, "npugrad.v1.Nothing")
-        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+def test_health_of_every_service(server_channel: grpc.Channel) -> None:
+    for service in ("", *SERVICES, "liveness"):
+        assert health_of(server_channel, service) == SERVING
+    with pytest.raises(grpc.RpcError) as caught:
+        health_of(server_channel, "npugrad.v1.Nothing")
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+    # A watch of an unknown service says so and goes on.
+    watch = watch_health(server_channel, "later")
+    assert next(watch).status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+    watch.cancel()
 
 
 def test_health_follows_the_devices(start_server: StartServer) -> None:
     """The only worker dies under a call: not ready until another one is, but alive all the time."""
-    fragile = start_server("--respawn-backoff-s", "0.2", devices="test:1?crash=die&compute=1")
+    flags = ("--metrics-listen", "127.0.0.1:0", "--respawn-backoff-s", "0.2")
+    fragile = start_server(*flags, devices="test:1?crash=die&compute=1")
     made = sample()
     with fragile.channel() as channel:
         watch = watch_health(channel)
@@ -174,6 +183,8 @@ def test_health_follows_the_devices(start_server: StartServer) -> None:
         failure = failure_of(lambda: call_unary(channel, made.record, made.message(label="die")))
         assert (failure.status, failure.error.reason) == (grpc.StatusCode.UNAVAILABLE, "WORKER_LOST")
         assert not failure.error.retryable
+        refused = failure_of(lambda: call_unary(channel, made.record, made.message()))
+        assert_lost_workers_are_counted(fragile, refused)
         assert next(watch).status == NOT_SERVING
         assert health_of(channel, "liveness") == SERVING
         while next(watch).status != SERVING:
@@ -184,6 +195,19 @@ def test_health_follows_the_devices(start_server: StartServer) -> None:
         (device,) = fragile.info().devices
         assert device.restarts >= 1
         assert device.state == server_pb2.DEVICE_STATE_READY
+
+
+def assert_lost_workers_are_counted(fragile: ServerProcess, refused: Failure) -> None:
+    """After the first call that killed its worker twice, and the refusal of another one."""
+    assert (refused.status, refused.error.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "CIRCUIT_OPEN")
+    assert isinstance(refused.error, CircuitOpen)
+    assert 0 < (refused.error.retry_after_s or 0) <= OPEN_S
+    found = metrics_of(fragile)
+    assert found["npugrad_workers_lost_total", frozenset({("device", "test:0")})] == 2
+    assert found["npugrad_calls_rerun_total", frozenset({("device", "test:0")})] == 1
+    assert found["npugrad_attempts_total", frozenset({("device", "test:0")})] == 2
+    assert found["npugrad_circuits_opened_total", frozenset({("operator", "group_norm_backward")})] == 1
+    assert found["npugrad_open_circuits", frozenset()] == 1
 
 
 def test_probe_pages_follow_the_devices(start_server: StartServer) -> None:
@@ -206,13 +230,6 @@ def test_probe_pages_follow_the_devices(start_server: StartServer) -> None:
         assert (status, told.startswith("no device is ready: test:0 ")) == (503, True), told
         assert fragile.page("/livez")[0] == 200
         call.cancel()
-        watch.cancel()
-
-
-def test_watch_of_an_unknown_service_says_so_and_goes_on(server: ServerProcess) -> None:
-    with server.channel() as channel:
-        watch = watch_health(channel, "later")
-        assert next(watch).status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
         watch.cancel()
 
 
@@ -256,13 +273,10 @@ def test_accepted_calls_are_counted(server: ServerProcess) -> None:
 
 
 @pytest.mark.parametrize("product", [None, *Product])
-def test_operators_are_listed_for_a_product(server: ServerProcess, product: Product | None) -> None:
+def test_operators_are_listed_for_a_product(server_channel: grpc.Channel, product: Product | None) -> None:
     request = server_pb2.ListOperatorsRequest(product=product.wire if product else 0)  # type: ignore[arg-type]
-    with server.channel() as channel:
-        listed = (
-            server_pb2_grpc.ServerServiceStub(channel).ListOperators(request, timeout=TIMEOUT_S).operators
-        )
-    operators = {operator.name: operator for operator in listed}
+    listed = server_pb2_grpc.ServerServiceStub(server_channel).ListOperators(request, timeout=TIMEOUT_S)
+    operators = {operator.name: operator for operator in listed.operators}
     assert operators["multi_scale_deformable_attention_grad"].supported == (
         product is not Product.ATLAS_TRAINING
     )
@@ -325,50 +339,35 @@ def test_metrics_count_calls_bytes_stages_and_show_the_pool(start_server: StartS
     assert value("npugrad_build_info", version=counted.info().version, product="atlas-a2") == 1
 
 
-def test_metrics_count_lost_workers_and_calls_that_were_tried_again(start_server: StartServer) -> None:
-    fragile = start_server(
-        "--metrics-listen", "127.0.0.1:0", "--respawn-backoff-s", "0.01", devices="test:1?crash=die"
-    )
-    made = sample()
-    with fragile.channel() as channel:
-        failure_of(lambda: call_unary(channel, made.record, made.message(label="die")))
-        refused = failure_of(lambda: call_unary(channel, made.record, made.message()))
-    assert (refused.status, refused.error.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "CIRCUIT_OPEN")
-    assert isinstance(refused.error, CircuitOpen)
-    assert 0 < (refused.error.retry_after_s or 0) <= OPEN_S
-    found = metrics_of(fragile)
-    assert found["npugrad_workers_lost_total", frozenset({("device", "test:0")})] == 2
-    assert found["npugrad_calls_rerun_total", frozenset({("device", "test:0")})] == 1
-    assert found["npugrad_attempts_total", frozenset({("device", "test:0")})] == 2
-    assert found["npugrad_circuits_opened_total", frozenset({("operator", made.record.name)})] == 1
-    assert found["npugrad_open_circuits", frozenset()] == 1
-
-
 # -------------------------------------------------------------------------------------- validation
 
 
-def test_validate_tells_every_violation_and_needs_no_content(server: ServerProcess) -> None:
+def validate(channel: grpc.Channel, call: Any, product: int = 0) -> validation_pb2.ValidateResponse:
+    stub = validation_pb2_grpc.ValidationServiceStub(channel)
+    request = validation_pb2.ValidateRequest(call=call, product=product)  # type: ignore[arg-type]
+    return stub.Validate(request, timeout=TIMEOUT_S)
+
+
+def test_validate_tells_every_violation_and_needs_no_content(server_channel: grpc.Channel) -> None:
     made = sample()
-    with server.channel() as channel:
-        stub = validation_pb2_grpc.ValidationServiceStub(channel)
-        for with_content in (True, False):
-            message = made.message()
-            if not with_content:
-                for param in made.record.inputs:
-                    getattr(message, param.name).ClearField("data")
-            header = backward_pb2.ExecuteHeader(group_norm_backward=message)
-            good = stub.Validate(validation_pb2.ValidateRequest(call=header), timeout=TIMEOUT_S)
-            assert (good.status, len(good.violations), good.product) == (0, 0, Product.ATLAS_A2.wire)
-            assert [output.name for output in good.outputs] == ["grad_input", "grad_gamma", "grad_beta"]
-            header.group_norm_backward.group = 0
-            header.group_norm_backward.ClearField("mean")
-            bad = stub.Validate(validation_pb2.ValidateRequest(call=header), timeout=TIMEOUT_S)
-            local = validate_call(made.record, made.call.with_attrs(group=0).with_inputs(mean=None))
-            assert bad.status == local.status == 161001
-            assert [v.id for v in bad.violations] == [v.id for v in local.violations]
-            assert [v.text for v in bad.violations] == [v.text for v in local.violations]
-            assert all(v.sources for v in bad.violations)
-            assert not bad.outputs
+    for with_content in (True, False):
+        message = made.message()
+        if not with_content:
+            for param in made.record.inputs:
+                getattr(message, param.name).ClearField("data")
+        header = backward_pb2.ExecuteHeader(group_norm_backward=message)
+        good = validate(server_channel, header)
+        assert (good.status, len(good.violations), good.product) == (0, 0, Product.ATLAS_A2.wire)
+        assert [output.name for output in good.outputs] == ["grad_input", "grad_gamma", "grad_beta"]
+        header.group_norm_backward.group = 0
+        header.group_norm_backward.ClearField("mean")
+        bad = validate(server_channel, header)
+        local = validate_call(made.record, made.call.with_attrs(group=0).with_inputs(mean=None))
+        assert bad.status == local.status == 161001
+        assert [v.id for v in bad.violations] == [v.id for v in local.violations]
+        assert [v.text for v in bad.violations] == [v.text for v in local.violations]
+        assert all(v.sources for v in bad.violations)
+        assert not bad.outputs
 
 
 @pytest.mark.parametrize(
@@ -379,33 +378,19 @@ def test_validate_tells_every_violation_and_needs_no_content(server: ServerProce
         (b"\xfa\x01\x00", "validate: call: found a call of an unknown operator; expected one of"),  # field 31
     ],
 )
-def test_validate_names_its_own_field(server: ServerProcess, call: bytes | None, found: str) -> None:
+def test_validate_names_its_own_field(server_channel: grpc.Channel, call: bytes | None, found: str) -> None:
     header = None if call is None else backward_pb2.ExecuteHeader.FromString(call)
-    with server.channel() as channel:
-        stub = validation_pb2_grpc.ValidationServiceStub(channel)
-        failure = failure_of(
-            lambda: stub.Validate(validation_pb2.ValidateRequest(call=header), timeout=TIMEOUT_S)
-        )
-    assert str(failure.error).startswith(found)
+    assert str(failure_of(lambda: validate(server_channel, header)).error).startswith(found)
 
 
-def test_validate_takes_another_product_and_refuses_an_unknown_one(server: ServerProcess) -> None:
+def test_validate_takes_another_product_and_refuses_an_unknown_one(server_channel: grpc.Channel) -> None:
     made = sample(dtype="bfloat16")
     header = backward_pb2.ExecuteHeader(group_norm_backward=made.message())
-    with server.channel() as channel:
-        stub = validation_pb2_grpc.ValidationServiceStub(channel)
-        request = validation_pb2.ValidateRequest(call=header, product=Product.ATLAS_TRAINING.wire)  # type: ignore[arg-type]
-        answer = stub.Validate(request, timeout=TIMEOUT_S)
-        assert (answer.status, answer.product) == (161002, Product.ATLAS_TRAINING.wire)
-        failure = failure_of(lambda: call_unary(channel, made.record, _with_group(made.message(), 4)))
-        assert isinstance(failure.error, InvalidOperand)
-        unknown = validation_pb2.ValidateRequest(call=header, product=9)  # type: ignore[arg-type]
-        failure = failure_of(lambda: stub.Validate(unknown, timeout=TIMEOUT_S))
-        assert "product: found 9; expected one of 1 (atlas-training), 2 (atlas-a2), 3 (atlas-a3)" in str(
-            failure.error
-        )
-
-
-def _with_group(message: Any, group: int) -> Any:
-    message.group = group
-    return message
+    answer = validate(server_channel, header, Product.ATLAS_TRAINING.wire)
+    assert (answer.status, answer.product) == (161002, Product.ATLAS_TRAINING.wire)
+    wrong = made.message()
+    wrong.group = 4
+    failure = failure_of(lambda: call_unary(server_channel, made.record, wrong))
+    assert isinstance(failure.error, InvalidOperand)
+    told = str(failure_of(lambda: validate(server_channel, header, 9)).error)
+    assert "product: found 9; expected one of 1 (atlas-training), 2 (atlas-a2), 3 (atlas-a3)" in told

@@ -18,7 +18,14 @@ import pytest
 from tests.calls import TIMEOUT_S, call_execute, call_unary, failure_of, sample
 from tests.e2e.harness import Wire, eventually, workers_of
 from tests.e2e.test_server_lifecycle import NOT_SERVING, SERVING, health_of, watch_health
-from tests.fix_server import ServerProcess, StartServer, server_command, server_environment
+from tests.fix_server import (
+    ServerProcess,
+    StartServer,
+    server_command,
+    server_environment,
+    server_flags,
+    start_process,
+)
 
 from npugrad.v1 import backward_pb2, backward_pb2_grpc, server_pb2, validation_pb2
 from npugrad_server.worker.descendants import processes
@@ -35,11 +42,9 @@ def unread_server(tmp_path: Path) -> Iterator[tuple[ServerProcess, int]]:
     """A server whose standard error is a small pipe that nobody reads; the pipe's other end."""
     ours, theirs = os.pipe()
     fcntl.fcntl(theirs, _F_SETPIPE_SZ, _PIPE_BYTES)
-    command = server_command("--log-level", "debug", "--drain-timeout-s", "5")
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=theirs, text=True, env=server_environment()
-    )
-    os.close(theirs)
+    with open(theirs, "w") as stderr:
+        flags = server_flags("--log-level", "debug", "--drain-timeout-s", "5")
+        process = start_process(["serve", *flags], stderr)
     running = ServerProcess(process, tmp_path / "no.log")
     try:
         yield running, ours
@@ -74,8 +79,8 @@ def test_workers_that_were_all_stopped_are_replaced(start_server: StartServer) -
     """Nobody has a deadline, so only the server can notice. It is not serving meanwhile."""
     # The two may be killed one after the other. Then both die under the same call, and without the delay
     # the first would be back too soon.
-    flags = ("--heartbeat-timeout-s", "6", "--circuit-deaths", "0")
-    hung = start_server(*flags, devices="test:2?compute=1&open_ms=3000")
+    flags = ("--heartbeat-timeout-s", "2", "--circuit-deaths", "0")
+    hung = start_server(*flags, devices="test:2?compute=1&open_ms=2000")
     made = sample()
     with hung.channel() as channel:
         watch = watch_health(channel)
@@ -90,7 +95,7 @@ def test_workers_that_were_all_stopped_are_replaced(start_server: StartServer) -
         watch.cancel()
     (first, second) = hung.info().devices
     assert first.restarts == second.restarts == 1
-    assert len(hung.log_lines("test:0: killing its worker: the worker did not answer for 6 s")) == 1
+    assert len(hung.log_lines("test:0: killing its worker: the worker did not answer for 2 s")) == 1
 
 
 # --------------------------------------------------------------------------------------- descriptors
@@ -188,13 +193,13 @@ def _malloc_arenas(pid: int) -> list[str]:
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another malloc has no such arenas")
-def test_all_threads_of_the_front_process_share_what_is_freed(start_server: StartServer) -> None:
+def test_all_threads_of_the_front_process_share_what_is_freed(
+    server: ServerProcess, server_channel: grpc.Channel
+) -> None:
     """What each thread keeps for itself adds up: 100 MiB and more after thousands of calls of 4 MiB."""
-    server = start_server()
     made = sample()
-    with server.channel() as channel:
-        for _ in range(3):
-            call_execute(channel, made.frames())
+    for _ in range(3):
+        call_execute(server_channel, made.frames())
     assert _malloc_arenas(server.process.pid) == []
 
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
-from tests.calls import TIMEOUT_S, Sample, call_execute, failure_of, sample
-from tests.e2e.harness import eventually
+from tests.calls import TIMEOUT_S, Sample, call_execute, failure_of, repeated, sample
 from tests.fix_server import ServerProcess, run_server
-from tests.proofs.slow_streams import repeated_request
 
 from npugrad.errors import DeadlineExceeded
 from npugrad.v1 import backward_pb2_grpc
@@ -23,27 +22,15 @@ pytestmark = pytest.mark.slow
 LARGE_BYTES = 24_000_000
 UPLOAD_PAUSE_S, REPLY_PAUSE_S = 0.05, 0.4
 RATED = (
-    *("--upload-min-bytes-per-s", "1048576", "--upload-idle-timeout-s", "5"),
-    *("--reply-min-bytes-per-s", "1073741824", "--reply-idle-timeout-s", "5"),
+    *("--upload-min-bytes-per-s", "1048576", "--upload-idle-timeout-s", "3"),
+    *("--reply-min-bytes-per-s", "1073741824", "--reply-idle-timeout-s", "3"),
 )
+"""More than these tests do. A stream may be idle for longer than a machine stands still now and then."""
 LIMITED = (
     *("--upload-min-bytes-per-s", "0", "--upload-limit-s", "1"),
     *("--reply-min-bytes-per-s", "0", "--reply-limit-s", "0.5"),
 )
-
-
-@pytest.fixture(scope="module")
-def rated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """A server that asks more of streams than these tests do."""
-    with run_server(tmp_path_factory.mktemp("rated") / "server.log", *RATED) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def limited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """A server that takes any rate, for a short time."""
-    with run_server(tmp_path_factory.mktemp("limited") / "server.log", *LIMITED) as running:
-        yield running
+"""Any rate, for a short time."""
 
 
 @pytest.fixture(scope="module")
@@ -60,12 +47,21 @@ def slowly(frames: Iterator[Any], pause_s: float) -> Iterator[Any]:
         pause.wait(pause_s)
 
 
-def end_of_upload(running: ServerProcess, made: Sample, chunk_bytes: int) -> str:
+def end_of_upload(running: ServerProcess, made: Sample, chunk_bytes: int, frames: int | None = None) -> str:
+    """What the caller of a slow upload is told; of one that stands still after so many frames."""
+    still = threading.Event()
+
+    def sent() -> Iterator[Any]:
+        for number, frame in enumerate(slowly(made.frames(chunk_bytes), UPLOAD_PAUSE_S), 1):
+            yield frame
+            if number == frames:
+                still.wait(TIMEOUT_S)
+
     with running.channel() as channel:
-        failure = failure_of(lambda: call_execute(channel, slowly(made.frames(chunk_bytes), UPLOAD_PAUSE_S)))
+        failure = failure_of(lambda: call_execute(channel, sent()))
+    still.set()
     assert failure.status is grpc.StatusCode.DEADLINE_EXCEEDED
     assert isinstance(failure.error, DeadlineExceeded)
-    running.assert_nothing_leaked()
     return str(failure.error)
 
 
@@ -81,32 +77,39 @@ def end_of_reply(running: ServerProcess) -> str:
     """What the caller of a reply of 24 MB is told, whose operands need no upload that takes time as well."""
     with running.channel() as channel:
         stub = backward_pb2_grpc.BackwardServiceStub(channel)
-        replies = stub.Execute(iter([repeated_request(LARGE_BYTES)]), timeout=TIMEOUT_S)
+        header = repeated(LARGE_BYTES).header(chunk_from_bytes=2**10)[0]
+        replies = stub.Execute(iter([header]), timeout=TIMEOUT_S)
         with pytest.raises(grpc.RpcError) as caught:
             take_slowly(replies, running)
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    eventually(lambda: not running.info().output_arena_used_bytes, "the results are gone", running)
     return str(caught.value.details())
 
 
-@pytest.mark.parametrize("chunk_bytes", [1, 1000], ids=["before_it_has_memory", "after"])
-def test_upload_below_the_least_rate_is_ended(rated: ServerProcess, large: Sample, chunk_bytes: int) -> None:
-    told = end_of_upload(rated, large, chunk_bytes)
-    assert "execute: stream: found " in told
-    assert "expected at least 1.04858e+06 bytes/s after the first 5 s" in told
+def test_streams_below_the_least_rate_are_ended(tmp_path: Path, large: Sample) -> None:
+    """All at once; one that stands still is told so, and a quick one is served."""
+    quick = sample()
+    with run_server(tmp_path / "log", *RATED) as running, ThreadPoolExecutor(4) as pool:
+        before_it_has_memory = pool.submit(end_of_upload, running, large, 1)
+        after = pool.submit(end_of_upload, running, large, 1000)
+        still = pool.submit(end_of_upload, running, large, 1, 1)
+        reply = pool.submit(end_of_reply, running)
+        for upload in (before_it_has_memory, after):
+            assert "execute: stream: found " in upload.result()
+            assert "expected at least 1.04858e+06 bytes/s after the first 3 s" in upload.result()
+        assert "found no frame from the client for 3 s; expected a chunk" in still.result()
+        assert "expected at least 1.07374e+09 bytes/s after the first 3 s" in reply.result()
+        running.assert_nothing_leaked()
+        with running.channel() as channel:
+            assert call_execute(channel, quick.frames()).contents == quick.reference()
+        assert "InvalidStateError" not in running.log_text()
 
 
-def test_upload_that_takes_longer_than_it_may_is_ended(limited: ServerProcess, large: Sample) -> None:
-    assert "expected all of it within 1 s" in end_of_upload(limited, large, 2**16)
-
-
-def test_reply_taken_below_the_least_rate_is_ended(rated: ServerProcess) -> None:
-    told = end_of_reply(rated)
-    assert "expected at least 1.07374e+09 bytes/s after the first 5 s" in told
-
-
-def test_reply_that_takes_longer_than_it_may_is_ended(limited: ServerProcess) -> None:
-    assert "expected all of it within 0.5 s" in end_of_reply(limited)
+def test_streams_that_take_longer_than_they_may_are_ended(tmp_path: Path, large: Sample) -> None:
+    with run_server(tmp_path / "log", *LIMITED) as running, ThreadPoolExecutor(2) as pool:
+        upload = pool.submit(end_of_upload, running, large, 2**16)
+        assert "expected all of it within 0.5 s" in pool.submit(end_of_reply, running).result()
+        assert "expected all of it within 1 s" in upload.result()
+        running.assert_nothing_leaked()
 
 
 # --------------------------------------------------------------------------------------- what others notice

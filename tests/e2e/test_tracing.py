@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 import queue
+from collections.abc import Callable, Iterator, Mapping
 from concurrent import futures
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
-from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind
 from tests.client.fake_service import STREAMED, UNARY, group_norm
-from tests.fix_server import run_server
+from tests.e2e.harness import case
+from tests.fix_server import ServerProcess, StartServer, run_server
 
 from npugrad.v1 import server_pb2, server_pb2_grpc
-from npugrad_client import Client, DeadlineExceeded, InvalidOperand, RetryPolicy
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-    from pathlib import Path
-
-    from opentelemetry.proto.trace.v1.trace_pb2 import Span
-    from opentelemetry.sdk.trace import ReadableSpan
-    from tests.fix_server import ServerProcess, StartServer
+from npugrad_client import Client, InvalidOperand, RetryPolicy
 
 RPC = "npugrad.v1.BackwardService/GroupNormBackward"
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -50,13 +46,23 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
         self._came.put(request)
         return trace_service_pb2.ExportTraceServiceResponse()
 
-    def wait_for(self, name: str, count: int = 1) -> list[Span]:
-        """The spans of this name, once there are so many."""
-        while len(found := [span for span in self._spans if span.name == name]) < count:
+    def wait_for(self, is_meant: Callable[[Span], bool], count: int = 1) -> list[Span]:
+        """The spans that are meant, once there are so many."""
+        while len(found := list(filter(is_meant, self._spans))) < count:
             for group in self._came.get(timeout=60).resource_spans:
                 self.resource = {a.key: a.value.string_value for a in group.resource.attributes}
                 for scope in group.scope_spans:
                     self._spans.extend(scope.spans)
+        return found
+
+    def of_try(self, one: ReadableSpan) -> Span:
+        """The server's span of a try of a client."""
+        (found,) = self.wait_for(lambda span: span.parent_span_id.hex() == f"{one.context.span_id:016x}")
+        return found
+
+    def of_request(self, request_id: str) -> Span:
+        """The server's span of a call that said what it is called."""
+        (found,) = self.wait_for(lambda span: attributes(span).get("npugrad.request_id") == request_id)
         return found
 
     def stages(self, parent: Span) -> list[Span]:
@@ -69,7 +75,7 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
         return {"OTEL_EXPORTER_OTLP_ENDPOINT": f"http://{self.address}", "OTEL_BSP_SCHEDULE_DELAY": "50"}
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def collector() -> Iterator[Collector]:
     """A collector on loopback."""
     found, server = Collector(), grpc.server(futures.ThreadPoolExecutor(2))
@@ -78,6 +84,23 @@ def collector() -> Iterator[Collector]:
     server.start()
     yield found
     server.stop(0).wait(10)
+
+
+@pytest.fixture(scope="module")
+def traced(collector: Collector, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A server that traces every call."""
+    log_path = tmp_path_factory.mktemp("traced") / "log"
+    with run_server(log_path, "--trace-ratio", "1", env=collector.variables) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def slow(collector: Collector, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """Another one, whose device is done with no call before the tests are."""
+    log_path = tmp_path_factory.mktemp("slow") / "log"
+    never: dict[str, Any] = {"devices": "test:1?ms=600000", "check_end": False}
+    with run_server(log_path, "--trace-ratio", "1", env=collector.variables, **never) as running:
+        yield running
 
 
 @contextmanager
@@ -100,23 +123,17 @@ def attributes(span: Span) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("way", [UNARY, STREAMED], ids=["unary", "streamed"])
-def test_a_call_is_one_trace_over_both_sides(
-    start_server: StartServer, collector: Collector, way: int
-) -> None:
-    server = start_server("--trace-ratio", "1", env=collector.variables)
+def test_a_call_is_one_trace_over_both_sides(traced: ServerProcess, collector: Collector, way: int) -> None:
     with (
         recorded() as (provider, kept),
-        Client(server.address, stream_from_bytes=way, tracing=provider) as client,
+        Client(traced.address, stream_from_bytes=way, tracing=provider) as client,
     ):
         result = client.group_norm_backward(**group_norm())
     timeline = result.info.timeline
     assert timeline is not None
     (one,) = tries_of(kept)
-    (rpc,) = collector.wait_for(one.name)
-    assert (rpc.trace_id.hex(), rpc.parent_span_id.hex()) == (
-        f"{one.context.trace_id:032x}",
-        f"{one.context.span_id:016x}",
-    )
+    rpc = collector.of_try(one)
+    assert (rpc.name, rpc.trace_id.hex()) == (one.name, f"{one.context.trace_id:032x}")
     assert (
         attributes(rpc).items()
         >= {
@@ -136,54 +153,56 @@ def test_a_call_is_one_trace_over_both_sides(
         assert rpc.start_time_unix_nano <= span.start_time_unix_nano <= span.end_time_unix_nano
         assert span.end_time_unix_nano <= rpc.end_time_unix_nano
         assert span.trace_id == rpc.trace_id
-    line = server.find_log("call", method=one.name.rpartition("/")[2])
+    line = traced.find_log("call", request_id=result.info.request_id)
     assert (line["trace_id"], line["span_id"]) == (rpc.trace_id.hex(), rpc.span_id.hex())
     assert collector.resource["service.name"] == "npugrad-server"
     assert collector.resource["npugrad.product"] == "atlas-a2"
 
 
-def test_retries_at_several_servers_are_one_trace(start_server: StartServer, collector: Collector) -> None:
+def test_retries_at_several_servers_are_one_trace(
+    traced: ServerProcess, slow: ServerProcess, collector: Collector
+) -> None:
     """The first takes longer than a try may."""
-    policy = RetryPolicy(try_timeout_s=2.0, max_tries=2, initial_backoff_s=0.001)
-    slow = start_server("--trace-ratio", "1", devices="test:1?ms=15000", env=collector.variables)
-    quick = start_server("--trace-ratio", "1", devices="test:1", env=collector.variables)
+    policy = RetryPolicy(try_timeout_s=3.0, max_tries=2, initial_backoff_s=0.001)
     with (
         recorded() as (provider, kept),
-        Client([slow.address, quick.address], retry=policy, tracing=provider) as client,
+        Client([slow.address, traced.address], retry=policy, tracing=provider) as client,
     ):
         while len(tries_of(kept)) < 2:  # the servers take turns
             kept.clear()
             client.group_norm_backward(**group_norm())
-    ours = {f"{one.context.span_id:016x}" for one in tries_of(kept)}
-    trace_id = {f"{one.context.trace_id:032x}" for one in tries_of(kept)}
-    count = 2
-    while not ours <= {span.parent_span_id.hex() for span in collector.wait_for(RPC, count)}:
-        count += 1
-    theirs = [span for span in collector.wait_for(RPC, count) if span.parent_span_id.hex() in ours]
-    assert {span.trace_id.hex() for span in theirs} == trace_id
+    tries = tries_of(kept)
+    theirs = [collector.of_try(one) for one in tries]
+    assert [span.trace_id.hex() for span in theirs] == [f"{one.context.trace_id:032x}" for one in tries]
+    assert len({span.trace_id for span in theirs}) == 1
     codes = [attributes(span)["rpc.grpc.status_code"] for span in theirs]
     late = (grpc.StatusCode.DEADLINE_EXCEEDED.value[0], grpc.StatusCode.CANCELLED.value[0])
     assert (min(codes), max(codes) in late) == (0, True)
 
 
 def test_calls_that_fail_or_are_given_up_have_their_stages_too(
-    start_server: StartServer, collector: Collector
+    slow: ServerProcess, collector: Collector
 ) -> None:
-    server = start_server("--trace-ratio", "1", devices="test:1?ms=5000", env=collector.variables)
-    with Client(server.address, retry=None) as client:
+    calls = {**group_norm(n=3), "group": 3}, group_norm(n=3)
+    with (
+        recorded() as (provider, kept),
+        Client(slow.address, retry=None, tracing=provider) as client,
+    ):
         with pytest.raises(InvalidOperand):
-            client.group_norm_backward(**{**group_norm(), "group": 3})
-        (refused,) = collector.wait_for(RPC)
-        with pytest.raises(DeadlineExceeded):
-            client.group_norm_backward(**group_norm(), timeout_s=3.0)
-        given_up = collector.wait_for(RPC, 2)[1]
-        client.group_norm_backward(**group_norm())  # once the device is done with the one before
+            client.group_norm_backward(**calls[0])
+        before = slow.info().accepted_calls
+        flying = client.submit.group_norm_backward(**calls[1])
+        slow.wait_accepted(before + 1)
+        assert flying.cancel()
+        while len(tries_of(kept)) < 2:  # its thread notices
+            slow.info()
+    refused, given_up = map(collector.of_try, tries_of(kept))
     assert "decode" in {span.name for span in collector.stages(refused)}
     assert attributes(refused)["error.type"] == "ACLNN_ERR_PARAM_INVALID"
     (event,) = refused.events
     assert event.name == "exception"
     assert {"decode", "validate"} <= {span.name for span in collector.stages(given_up)}
-    assert attributes(given_up)["error.type"] in ("DEADLINE_EXCEEDED", "CANCELLED")
+    assert attributes(given_up)["error.type"] == "CANCELLED"
 
 
 def ask(server: ServerProcess, request_id: str, *metadata: tuple[str, str]) -> None:
@@ -209,15 +228,18 @@ def test_the_callers_flag_counts_only_where_callers_are_trusted(
         lines = [server.find_log("call", request_id=name) for name in ("sampled", "unsampled", "none")]
         seen.append([line.get("trace_id") for line in lines])
     assert seen == [[None, None, None], [TRACE, None, None]]
-    (rpc,) = collector.wait_for("npugrad.v1.ServerService/GetServerInfo")
+    (rpc,) = collector.wait_for(lambda span: span.trace_id.hex() == TRACE)
     assert (rpc.parent_span_id.hex(), rpc.trace_state) == (SPAN, "vendor=1")
     assert "somebody" not in str(rpc)
 
 
-@pytest.mark.parametrize("flags", [["--trace-ratio", "1"], ["--trace-ratio", "1", "--trust-trace-context"]])
+@pytest.mark.parametrize("is_trusting", [False, True], ids=["careful", "trusting"])
 def test_trace_headers_that_do_not_parse_are_ignored(
-    start_server: StartServer, collector: Collector, flags: list[str]
+    start_server: StartServer, traced: ServerProcess, collector: Collector, is_trusting: bool
 ) -> None:
+    server = traced
+    if is_trusting:
+        server = start_server("--trace-ratio", "1", "--trust-trace-context", env=collector.variables)
     # One that comes twice is not among them: gRPC itself keeps the last.
     good = f"00-{TRACE}-{SPAN}-01"
     headers = [
@@ -229,14 +251,13 @@ def test_trace_headers_that_do_not_parse_are_ignored(
         [("tracestate", "vendor=1")],
         [("traceparent", "00-" + "0" * 32 + f"-{SPAN}-01"), ("tracestate", "=,=;=")],
     ]
-    server = start_server(*flags, env=collector.variables)
     for number, metadata in enumerate(headers):
-        ask(server, f"bad-{number}", *metadata)
-        line = server.find_log("call", request_id=f"bad-{number}")
-        assert line["status"] == "OK"
-        assert line["trace_id"] != TRACE
-    rpcs = collector.wait_for("npugrad.v1.ServerService/GetServerInfo", len(headers))
-    assert not any(span.parent_span_id for span in rpcs)
+        with case(metadata):
+            ask(server, name := f"bad-{is_trusting}-{number}", *metadata)
+            line = server.find_log("call", request_id=name)
+            assert line["status"] == "OK"
+            assert line["trace_id"] != TRACE
+            assert not collector.of_request(name).parent_span_id
 
 
 def test_a_server_ends_in_time_though_nobody_takes_its_spans(start_server: StartServer) -> None:
@@ -252,12 +273,17 @@ def test_a_server_that_does_not_trace_does_without_opentelemetry(tmp_path: Path)
         client.group_norm_backward(**group_norm())
 
 
-@pytest.mark.parametrize("flag", [["--trace-ratio", "0.5"], ["--trust-trace-context"]])
-def test_a_server_that_is_to_trace_says_what_it_lacks(tmp_path: Path, flag: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [
+        ("trace_ratio", ["--trace-ratio", "0.5"]),
+        pytest.param("trust_trace_context", ["--trust-trace-context"], marks=pytest.mark.deep),
+    ],
+)
+def test_a_server_that_is_to_trace_says_what_it_lacks(tmp_path: Path, name: str, flags: list[str]) -> None:
     log = tmp_path / "log"
-    with run_server(log, *flag, program=WITHOUT_OTEL, wait=False, check_end=False) as server:
+    with run_server(log, *flags, program=WITHOUT_OTEL, wait=False, check_end=False) as server:
         assert server.wait() == 1
-    name = flag[0].removeprefix("--").replace("-", "_")
     expected = f"{name}: found no OpenTelemetry; expected the extra otel: pip install 'npugrad[server,otel]'"
     assert expected in log.read_text()
 
