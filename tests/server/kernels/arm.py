@@ -14,9 +14,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.server.kernels.conftest import FOLDER, ROOT, VARIANT
+from tests.server.kernels.conftest import FOLDER, ROOT, VARIANT, load_builder
 from tests.server.kernels.driven import DRIVER, build_driver
-from tests.server.kernels.sanitized import builder
 
 OUT = ROOT / "build" / "kernels-arm"
 GLIBC = "2.28"
@@ -51,7 +50,7 @@ def main(arguments: list[str], libraries: Path | None = None) -> int:
         version = subprocess.run([emulator[0], "--version"], check=True, capture_output=True, text=True)
         print(f"arm: {version.stdout.splitlines()[0]}")
         if libraries is None:
-            made = builder().build(OUT, target="aarch64", compiler=compiler)
+            made = load_builder().build(OUT, target="aarch64", compiler=compiler)
             print(f"arm: {made[0].variant}: {'built' if made[0].fresh else 'up to date'}", flush=True)
         driver = build_driver(OUT / "driver", compiler)
     except RuntimeError as error:

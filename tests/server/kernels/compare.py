@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import pytest
 from hypothesis import HealthCheck, settings
+from tests.derived import random_cases, told, turns
 
 from npugrad.dtypes import DType
-from npugrad.meta import CallMeta
+from npugrad.meta import CallMeta, TensorMeta
 from npugrad.operator import OpRecord
 from npugrad.tolerance import compare
 from npugrad_server.backends.cpu.kernels import Kernels
@@ -24,10 +25,9 @@ DTYPES = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
 
 
 def examples(count: int) -> settings:
-    """So many examples for hypothesis, of kernels that all of them share."""
-    return settings(
-        max_examples=count, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-    )
+    """So many examples for hypothesis in full depth, of kernels that all of them share."""
+    shared = [HealthCheck.function_scoped_fixture]
+    return settings(random_cases(count), suppress_health_check=shared)
 
 
 def given_array(inputs: Arrays, name: str) -> Array:
@@ -44,6 +44,17 @@ def outputs_for(record: OpRecord, call: CallMeta, pattern: int = 0xA5) -> dict[s
         for name, meta in record.infer(call).items()
         if meta is not None
     }
+
+
+@contextmanager
+def result_at(meta: TensorMeta, offset_bytes: int) -> Iterator[Array]:
+    """Give memory for a result, so far behind the start of a cache line; nothing around it may change."""
+    memory = np.full(meta.nbytes + 128, 0xA5, np.uint8)
+    start = -memory.ctypes.data % 64 + offset_bytes
+    end = start + meta.nbytes
+    yield memory[start:end].view(meta.dtype.numpy).reshape(meta.shape)
+    assert (memory[:start] == 0xA5).all()
+    assert (memory[end:] == 0xA5).all()
 
 
 def computed(kernels: Kernels, record: OpRecord, call: CallMeta, inputs: Arrays) -> dict[str, Array]:
@@ -120,8 +131,7 @@ def bits_at_bounds(
     record: OpRecord,
     bounds: Sequence[Mapping[str, Any]],
     make: Callable[[CallMeta, Mapping[str, Any]], Inputs],
-    *,
-    every_type: bool = False,
+    count: int = 2,
 ) -> Callable[..., None]:
     """A test that any number of threads gives the same right bits, with sizes at the bounds of a kernel.
 
@@ -129,23 +139,17 @@ def bits_at_bounds(
         record: The operator.
         bounds: Keywords of its `build`.
         make: Makes the operands of a call from it and its sizes.
-        every_type: Each size in all types; otherwise in float32 and, in turn, one of those of 16 bits.
+        count: How many types each size has in full depth; in `make test` it has one, the next size the next.
     """
 
-    cases = [
-        (sizes, dtype)
-        for i, sizes in enumerate(bounds)
-        for dtype in (DTYPES if every_type else (DTYPES[0], DTYPES[1 + i % 2]))
-    ]
+    @turns(count)
+    def test(make_kernels: Callable[[int], Kernels], turn: int) -> None:
+        for number, sizes in enumerate(bounds, turn):
+            call = record.build(dtype=DTYPES[number % 3], **sizes)
+            with told((DTYPES[number % 3], sizes)):
+                assert_any_threads_give_the_same(make_kernels, record, call, make(call, sizes))
 
-    @pytest.mark.parametrize(
-        ("sizes", "dtype"), cases, ids=["-".join(map(str, (*sizes.values(), d))) for sizes, d in cases]
-    )
-    def test(make_kernels: Callable[[int], Kernels], sizes: Mapping[str, Any], dtype: DType) -> None:
-        call = record.build(dtype=dtype, **sizes)
-        assert_any_threads_give_the_same(make_kernels, record, call, make(call, sizes))
-
-    return test  # type: ignore[no-any-return]
+    return test
 
 
 def assert_not_finite_alike(found: Mapping[str, Array], expected: Mapping[str, Array]) -> None:

@@ -23,9 +23,8 @@ VARIANTS = (os.environ[VARIANT],) if os.environ.get(VARIANT) else usable_variant
 """The best one first."""
 
 
-@pytest.fixture(scope="session")
-def build_module() -> Any:
-    """The builder, which is no part of a package."""
+def load_builder() -> Any:
+    """The module `server/kernels/build.py`, which is no part of a package."""
     spec = importlib.util.spec_from_file_location("kernels_build", ROOT / "server" / "kernels" / "build.py")
     assert spec is not None
     assert spec.loader is not None
@@ -33,6 +32,12 @@ def build_module() -> Any:
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="session")
+def build_module() -> Any:
+    """The builder."""
+    return load_builder()
 
 
 @pytest.fixture(scope="session")
@@ -99,7 +104,6 @@ def kernels(make_kernels: Callable[[int], Kernels]) -> Kernels:
 @pytest.fixture
 def has_kernel(request: pytest.FixtureRequest, kernels: Kernels) -> None:
     """Skips a test of an operator that has no kernel: the CPU runs its reference."""
-    arguments = request.node.callspec.params
-    record = arguments["record"] if "record" in arguments else arguments["derived"].record
+    record = request.node.callspec.params["record"]
     if record.name not in kernels.operators:
         pytest.skip(f"{record.name} has no kernel")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import functools
 import hashlib
 import itertools
@@ -24,7 +25,7 @@ import pytest
 
 from npugrad import OPERATORS
 from npugrad_server.backends.cpu.calls import Layout
-from npugrad_server.backends.cpu.kernels import ABI_VERSION, SCRATCH_BYTES, Kernels, _Bound
+from npugrad_server.backends.cpu.kernels import ABI_VERSION, SCRATCH_BYTES, Kernels, _Bound, _Call
 
 SOURCE = Path(__file__).with_name("driver.cpp")
 DRIVER = "NPUGRAD_TEST_KERNELS_DRIVER"
@@ -50,23 +51,6 @@ class _Tensor(ctypes.Structure):
     )
 
 
-class _Call(ctypes.Structure):
-    """`npugrad_call` of `abi.h`."""
-
-    _fields_ = (
-        ("tensors", ctypes.POINTER(ctypes.POINTER(_Tensor))),
-        ("integers", ctypes.POINTER(ctypes.c_int64)),
-        ("reals", ctypes.POINTER(ctypes.c_double)),
-        ("bools", ctypes.POINTER(ctypes.c_uint8)),
-        ("tensor_count", ctypes.c_int32),
-        ("integer_count", ctypes.c_int32),
-        ("real_count", ctypes.c_int32),
-        ("bool_count", ctypes.c_int32),
-        ("poll", ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p)),
-        ("user", ctypes.c_void_p),
-    )
-
-
 def driver_command() -> list[str]:
     """The command that the environment gives; empty when it gives none."""
     return shlex.split(os.environ.get(DRIVER, ""))
@@ -84,14 +68,16 @@ def build_driver(path: Path, compiler: Sequence[str], flags: Sequence[str] = ())
     abi = SOURCE.parents[3] / "server" / "kernels" / "abi.h"
     key = hashlib.sha256("\0".join(command).encode() + SOURCE.read_bytes() + abi.read_bytes()).hexdigest()
     stamp = path.with_name(f".{path.name}.stamp")
-    if not (path.is_file() and stamp.is_file() and stamp.read_text() == key):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        done = subprocess.run(
-            [*command, "-o", str(path), "-ldl"], check=False, capture_output=True, text=True
-        )
-        if done.returncode:
-            raise RuntimeError(f"{shlex.join(command)} failed:\n{done.stdout}{done.stderr}")
-        stamp.write_text(key)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_name(f".{path.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (path.is_file() and stamp.is_file() and stamp.read_text() == key):
+            stamp.unlink(missing_ok=True)
+            made = [*command, "-o", str(path), "-ldl"]
+            done = subprocess.run(made, check=False, capture_output=True, text=True)
+            if done.returncode:
+                raise RuntimeError(f"{shlex.join(command)} failed:\n{done.stdout}{done.stderr}")
+            stamp.write_text(key)
     return path
 
 
@@ -142,13 +128,14 @@ class DrivenKernels(Kernels):
 
     def _compute(self, place: int, name: str, _: int | None, address: int) -> int:
         call = _Call.from_address(address)
+        tensors = ctypes.cast(call.tensors, ctypes.POINTER(ctypes.POINTER(_Tensor)))
         inputs = {param.name for param in OPERATORS[name].inputs}
         roles = [_INPUT if tensor in inputs else _OUTPUT for tensor in Layout(OPERATORS[name]).tensors]
         outputs: list[tuple[int, int]] = []
         body = bytearray(struct.pack("=ii", place, bool(call.poll)))
         body += struct.pack("=4i", call.tensor_count, call.integer_count, call.real_count, call.bool_count)
         for i, role in enumerate(roles):
-            body += _packed(call.tensors[i], role, outputs)
+            body += _packed(tensors[i], role, outputs)
         body += struct.pack(f"={call.integer_count}q", *call.integers[: call.integer_count])
         body += struct.pack(f"={call.real_count}d", *call.reals[: call.real_count])
         body += struct.pack(f"={call.bool_count}B", *call.bools[: call.bool_count])

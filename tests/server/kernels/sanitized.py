@@ -6,7 +6,6 @@ ThreadSanitizer would follow every lock of Python: a driver runs the calls in a 
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
 import subprocess
@@ -14,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.server.kernels.conftest import FOLDER, ROOT, VARIANT
+from tests.server.kernels.conftest import FOLDER, ROOT, VARIANT, load_builder
 from tests.server.kernels.driven import DRIVER, build_driver
 
 from npugrad_server.backends.cpu.kernels import usable_variants
@@ -35,7 +34,7 @@ def main(arguments: list[str]) -> int:
     if kind not in ("address", "thread"):
         sys.stderr.write("sanitized: expected `address` or `thread`, then arguments of pytest\n")
         return 2
-    build = builder()
+    build = load_builder()
     compiler = build.find_compiler()
     names = ("thread",) if kind == "thread" else ("address", "undefined")
     folder = ROOT / "build" / f"kernels-{kind}"
@@ -82,17 +81,6 @@ def _plain_addresses(kind: str) -> list[str]:
 def _runtime(compiler: list[str], name: str) -> str:
     done = subprocess.run([*compiler, f"-print-file-name={name}"], check=True, capture_output=True, text=True)
     return os.path.realpath(done.stdout.strip())
-
-
-def builder() -> Any:
-    """The module `server/kernels/build.py`, which is no part of a package."""
-    spec = importlib.util.spec_from_file_location("kernels_build", ROOT / "server" / "kernels" / "build.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 if __name__ == "__main__":

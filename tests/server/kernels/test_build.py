@@ -1,10 +1,12 @@
-"""The builder as a command: what it does without a compiler, with one that fails, and with nothing to do."""
+"""The builder: what it does without a compiler, with one that fails, and with nothing to do."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.server.kernels.conftest import ROOT
@@ -13,27 +15,30 @@ SETTING = "NPUGRAD_BUILD_KERNELS"
 FAILS = '#!/bin/sh\n[ "$1" = --version ] && exit 0\necho "no such type" >&2\nexit 1\n'
 # As fast as a build can be: whatever `-o` names is there afterwards.
 WORKS = '#!/bin/sh\nwhile [ $# -gt 1 ]; do [ "$1" = -o ] && : > "$2"; shift; done\nexit 0\n'
+Run = Callable[..., tuple[int, str]]
 
 
-def run(tmp_path: Path, *arguments: str, compiler: str = "", **environment: str) -> tuple[int, str]:
-    """Exit code and what was said, where no other compiler is on the path."""
+@pytest.fixture
+def run(
+    build_module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Run:
+    """Give a function that builds, with no compiler on the path but its own; it gives exit code and words."""
     tools = tmp_path / "tools"
-    tools.mkdir(exist_ok=True)
-    if compiler:
-        (tools / "c++").write_text(compiler)
-        (tools / "c++").chmod(0o755)
-    command = [sys.executable, "server/kernels/build.py", "--out", str(tmp_path / "lib"), *arguments]
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env={"PATH": str(tools), **environment},
-        check=False,
-        timeout=60,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    return done.returncode, done.stdout
+    tools.mkdir()
+    for name in ("CXX", SETTING):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", str(tools))
+
+    def run(*arguments: str, compiler: str = "", **environment: str) -> tuple[int, str]:
+        if compiler:
+            (tools / "c++").write_text(compiler)
+            (tools / "c++").chmod(0o755)
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        code = build_module.main(["--out", str(tmp_path / "lib"), *arguments])
+        return code, "".join(capfd.readouterr())
+
+    return run
 
 
 def made(tmp_path: Path) -> list[str]:
@@ -41,39 +46,50 @@ def made(tmp_path: Path) -> list[str]:
     return sorted(path.name for path in tmp_path.glob("lib/*.so"))
 
 
-def test_without_a_compiler_it_fails_unless_the_kernels_are_optional(tmp_path: Path) -> None:
-    code, said = run(tmp_path)
+def test_it_is_a_command(tmp_path: Path) -> None:
+    for arguments, code in (([], 1), (["--optional"], 0)):
+        done = subprocess.run(
+            [sys.executable, "server/kernels/build.py", "--out", str(tmp_path / "lib"), *arguments],
+            cwd=ROOT,
+            env={"PATH": ""},
+            check=False,
+            timeout=60,
+            capture_output=True,
+            text=True,
+        )
+        assert (done.returncode, "no C++ compiler" in done.stdout + done.stderr) == (code, True), done
+
+
+def test_without_a_compiler_it_fails_unless_the_kernels_are_optional(run: Run, tmp_path: Path) -> None:
+    code, said = run()
     assert (code, "no C++ compiler" in said) == (1, True), said
-    code, said = run(tmp_path, "--optional")
+    code, said = run("--optional")
     assert (code, "none built" in said, "no C++ compiler" in said) == (0, True, True), said
+    code, said = run("--optional", **{SETTING: "1"})
+    assert (code, "no C++ compiler" in said) == (1, True), said
     assert made(tmp_path) == []
 
 
-def test_an_error_of_the_compiler_fails_though_the_kernels_are_optional(tmp_path: Path) -> None:
-    code, said = run(tmp_path, "--optional", compiler=FAILS)
+def test_an_error_of_the_compiler_fails_though_the_kernels_are_optional(run: Run) -> None:
+    code, said = run("--optional", compiler=FAILS)
     assert (code, "no such type" in said) == (1, True), said
 
 
-def test_a_compiler_that_is_named_but_not_there_fails(tmp_path: Path) -> None:
-    code, said = run(tmp_path, "--optional", CXX="no-such-compiler")
+def test_a_compiler_that_is_named_but_not_there_fails(run: Run) -> None:
+    code, said = run("--optional", CXX="no-such-compiler")
     assert (code, "found CXX=no-such-compiler" in said) == (1, True), said
 
 
-@pytest.mark.parametrize("arguments", [(), ("--optional",)])
-def test_the_setting_leaves_out_kernels_that_are_optional(tmp_path: Path, arguments: tuple[str, ...]) -> None:
-    code, said = run(tmp_path, *arguments, compiler=WORKS, **{SETTING: "0"})
-    assert code == 0, said
-    assert (made(tmp_path) == []) == bool(arguments)
+def test_the_setting_leaves_out_kernels_that_are_optional(run: Run, tmp_path: Path) -> None:
+    code, said = run("--optional", compiler=WORKS, **{SETTING: "0"})
+    assert (code, made(tmp_path)) == (0, []), said
+    code, said = run()
+    assert (code, bool(made(tmp_path))) == (0, True), said
 
 
-def test_the_setting_can_make_the_kernels_needed(tmp_path: Path) -> None:
-    code, said = run(tmp_path, "--optional", **{SETTING: "1"})
-    assert (code, "no C++ compiler" in said) == (1, True), said
-
-
-def test_what_is_up_to_date_is_not_built_again(tmp_path: Path) -> None:
-    code, said = run(tmp_path, "--optional", compiler=WORKS)
+def test_what_is_up_to_date_is_not_built_again(run: Run, tmp_path: Path) -> None:
+    code, said = run("--optional", compiler=WORKS)
     assert (code, ": built, " in said) == (0, True), said
     assert made(tmp_path)
-    code, said = run(tmp_path, "--optional", compiler=WORKS)
+    code, said = run("--optional")
     assert (code, ": built, " in said, ": up to date, " in said) == (0, False, True), said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,6 @@ pytest.importorskip("torch")  # makes identity grids
 
 COUNT = 5000
 WITHOUT_PLACE = np.array([np.nan, np.inf, -np.inf, 3.4e38, -3.4e38], np.float32)
-GRID_RULES = pytest.mark.parametrize("rule", [CoordinateRule.TORCH, CoordinateRule.FLOAT64])
 
 
 @pytest.fixture(scope="module")
@@ -48,25 +48,23 @@ def points_on(align_corners: bool) -> Iterator[tuple[int, Float32Array]]:
         yield size, np.concatenate([points, WITHOUT_PLACE])
 
 
-@GRID_RULES
-@pytest.mark.parametrize("align_corners", [False, True])
-@pytest.mark.parametrize("padding", range(3), ids=["zeros", "border", "reflection"])
+@pytest.mark.parametrize("rule", [CoordinateRule.TORCH, CoordinateRule.FLOAT64])
 @pytest.mark.parametrize("axes", [2, 3])
-def test_grids(
-    kernels_by: MakeKernels, axes: int, padding: int, align_corners: bool, rule: CoordinateRule
-) -> None:
+def test_grids(kernels_by: MakeKernels, axes: int, rule: CoordinateRule) -> None:
     """A quadratic input names the pixel before a point; gradients name the nearest one."""
-    for size, points in points_on(align_corners):
-        axis, weights = GridAxis(size, padding, align_corners, axes), np.arange(len(points)) % 61 + 1.0
-        call = GridCall(axes, size, points, np.ones(len(points), np.float32))
-        _, found = call.by_kernel(kernels_by(rule), 0, padding, align_corners)
-        np.testing.assert_array_equal(found, by_rule(axis, points, rule), err_msg=f"size {size}")
-        call = GridCall(axes, size, points, weights.astype(np.float32))
-        sums, _ = call.by_kernel(kernels_by(rule), 1, padding, align_corners)
-        nearest = np.rint(axis.locate(points, rule)[0])
-        is_inside = (nearest >= 0) & (nearest < size)
-        expected = np.bincount(nearest[is_inside].astype(int), weights[is_inside], size)
-        np.testing.assert_array_equal(sums, expected, err_msg=f"size {size}")
+    for padding, align_corners in itertools.product(range(3), (False, True)):
+        for size, points in points_on(align_corners):
+            axis, weights = GridAxis(size, padding, align_corners, axes), np.arange(len(points)) % 61 + 1.0
+            call = GridCall(axes, size, points, np.ones(len(points), np.float32))
+            _, found = call.by_kernel(kernels_by(rule), 0, padding, align_corners)
+            case = f"size {size}, padding {padding}, align_corners {align_corners}"
+            np.testing.assert_array_equal(found, by_rule(axis, points, rule), err_msg=case)
+            call = GridCall(axes, size, points, weights.astype(np.float32))
+            sums, _ = call.by_kernel(kernels_by(rule), 1, padding, align_corners)
+            nearest = np.rint(axis.locate(points, rule)[0])
+            is_inside = (nearest >= 0) & (nearest < size)
+            expected = np.bincount(nearest[is_inside].astype(int), weights[is_inside], size)
+            np.testing.assert_array_equal(sums, expected, err_msg=case)
 
 
 @pytest.mark.parametrize("levels", [1, 2], ids=["bands", "overlapping levels"])

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
-from typing import Any
-
 import numpy as np
 import pytest
+from tests.derived import pairs, told
 from tests.server.kernels.compare import (
     DTYPES,
     Array,
@@ -21,19 +19,13 @@ from tests.server.kernels.compare import (
 )
 
 from npugrad import OPERATORS
-from npugrad.dtypes import DType
+from npugrad.edges import NOT_FINITE
 from npugrad.meta import CallMeta
 from npugrad_server.backends.cpu.kernels import Kernels
 
 GRID = OPERATORS["grid_sampler_2d_backward"]
-MODES = [
-    dict(zip(("interpolation_mode", "padding_mode", "align_corners"), modes, strict=True))
-    for modes in itertools.product((0, 1), (0, 1, 2), (False, True))
-]
-
-
-def _name(modes: dict[str, Any]) -> str:
-    return "-".join(str(int(value)) for value in modes.values())
+MODES = ((0, 1), (0, 1, 2), (False, True))
+"""Interpolation, padding, aligned corners."""
 
 
 def _inputs(call: CallMeta, seed: int) -> Inputs:
@@ -59,23 +51,21 @@ def _turned(call: CallMeta, angle: float = 0.3) -> Array:
     return np.broadcast_to(points, meta.shape).astype(meta.dtype.numpy)
 
 
-@pytest.mark.parametrize("modes", MODES, ids=_name)
-@pytest.mark.parametrize("c", [1, 3, 4, 5, 8, 9, 16, 17, 20, 24, 33])
-def test_errors_stay_below_half_a_millionth(kernels: Kernels, modes: dict[str, Any], c: int) -> None:
-    call = GRID.build(n=2, c=c, h=37, w=40, oh=29, ow=31, **modes)
-    inputs = _inputs(call, c)
-    assert_errors_below(kernels, GRID, call, inputs, 5e-7)
+def test_errors_stay_below_half_a_millionth(kernels: Kernels) -> None:
+    for c, mode, padding, aligned in pairs((1, 3, 4, 5, 8, 9, 16, 17, 20, 24, 33), *MODES):
+        modes = dict(interpolation_mode=mode, padding_mode=padding, align_corners=aligned)
+        call = GRID.build(n=2, c=c, h=37, w=40, oh=29, ow=31, **modes)
+        with told((c, modes)):
+            assert_errors_below(kernels, GRID, call, _inputs(call, c), 5e-7)
 
 
-@pytest.mark.parametrize("interpolation_mode", [0, 1])
-def test_no_pixel_is_counted_beyond_32_bits(kernels: Kernels, interpolation_mode: int) -> None:
+def test_no_pixel_is_counted_beyond_32_bits(kernels: Kernels) -> None:
     """Points on the last pixel that 32 bits can number, and points all over an image of several windows."""
-    call = GRID.build(n=1, c=17, h=601, w=255, oh=3, ow=16, interpolation_mode=interpolation_mode)
-    inputs = _inputs(call, 12)
-    grid = inputs["grid"]
-    assert grid is not None
-    grid[0, :, ::5, 0] = 16843008  # ((x + 1) * 255 - 1) / 2 is 2^31 - 1
-    assert_right(GRID, call, inputs, computed(kernels, GRID, call, inputs))
+    for mode in (0, 1):
+        call = GRID.build(n=1, c=17, h=601, w=255, oh=3, ow=16, interpolation_mode=mode)
+        inputs = _inputs(call, 12)
+        given_array(inputs, "grid")[0, :, ::5, 0] = 16843008  # ((x + 1) * 255 - 1) / 2 is 2^31 - 1
+        assert_right(GRID, call, inputs, computed(kernels, GRID, call, inputs))
 
 
 # Sizes around every bound of the kernel: one block of channels or several, each number of lanes, tasks by
@@ -101,66 +91,64 @@ test_bits_of_turned_images_do_not_either = bits_at_bounds(
 )
 
 
-@pytest.mark.parametrize("interpolation_mode", [0, 1])
-@pytest.mark.parametrize("turned", [True, False], ids=["turned", "scattered"])
-@pytest.mark.parametrize(("c", "h", "w"), [(9, 601, 1031), (17, 601, 1031), (5, 901, 897)])
+@pytest.mark.parametrize(
+    ("c", "h", "w", "mode", "turned"),
+    [
+        (9, 601, 1031, 0, True),
+        (17, 601, 1031, 1, True),
+        (5, 901, 897, 0, False),
+        pytest.param(9, 601, 1031, 1, False, marks=pytest.mark.deep),
+        pytest.param(17, 601, 1031, 0, False, marks=pytest.mark.deep),
+        pytest.param(5, 901, 897, 1, True, marks=pytest.mark.deep),
+    ],
+)
 def test_an_image_too_large_for_one_window_is_cut(
-    kernels: Kernels, interpolation_mode: int, turned: bool, c: int, h: int, w: int
+    kernels: Kernels, c: int, h: int, w: int, mode: int, turned: bool
 ) -> None:
     """24 MiB of scratch memory hold 0.4 million pixels with 16 channels, 0.8 million with 8."""
-    call = GRID.build(n=1, c=c, h=h, w=w, oh=53, ow=59, interpolation_mode=interpolation_mode)
+    call = GRID.build(n=1, c=c, h=h, w=w, oh=53, ow=59, interpolation_mode=mode)
     inputs = _inputs(call, 5)
     if turned:
         inputs["grid"] = _turned(call)
     assert_right(GRID, call, inputs, computed(kernels, GRID, call, inputs))
 
 
-@pytest.mark.parametrize("modes", MODES, ids=_name)
-@pytest.mark.parametrize("output_mask", [(True, True), (True, False), (False, True)], ids=str)
-@pytest.mark.parametrize("c", [3, 12])
-def test_an_image_alone_is_cut_into_bands(
-    kernels: Kernels, modes: dict[str, Any], output_mask: tuple[bool, bool], c: int
-) -> None:
+def test_an_image_alone_is_cut_into_bands(kernels: Kernels) -> None:
     """Groups of points within a band, over the line between two, over several, and with no pixel at all."""
-    call = GRID.build(n=1, c=c, h=257, w=90, oh=140, ow=83, output_mask=output_mask, **modes)
-    inputs = _inputs(call, 6)
-    points = _turned(call)
-    points[:, :9] = _lattice(call, 7)[:, :9]
-    points[:, 20:23] = 40
-    inputs["grid"] = points
-    gradient = inputs["grad_output"]
-    assert gradient is not None
-    gradient[0, 0, 60, 5] = np.inf
-    assert_right(GRID, call, inputs, computed(kernels, GRID, call, inputs))
+    masks = ((True, True), (True, False), (False, True))
+    for mask, mode, padding, aligned, c in pairs(masks, *MODES, (3, 12)):
+        modes = dict(interpolation_mode=mode, padding_mode=padding, align_corners=aligned)
+        call = GRID.build(n=1, c=c, h=257, w=90, oh=140, ow=83, output_mask=mask, **modes)
+        inputs = _inputs(call, 6)
+        points = _turned(call)
+        points[:, :9] = _lattice(call, 7)[:, :9]
+        points[:, 20:23] = 40
+        inputs["grid"] = points
+        given_array(inputs, "grad_output")[0, 0, 60, 5] = np.inf
+        with told((mask, modes, c)):
+            assert_right(GRID, call, inputs, computed(kernels, GRID, call, inputs))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan], ids=str)
-@pytest.mark.parametrize("operand", ["grad_output", "input"])
-@pytest.mark.parametrize("c", [3, 20])
-def test_values_that_are_not_finite_spread_as_in_the_reference(
-    kernels: Kernels, dtype: DType, value: float, operand: str, c: int
-) -> None:
+def test_values_that_are_not_finite_spread_as_in_the_reference(kernels: Kernels) -> None:
     """Also over zeros, which infinity makes no number of, and not over points outside."""
-    call = GRID.build(dtype=dtype, n=2, c=c, h=5, w=6, oh=6, ow=7)
-    inputs = _inputs(call, 8)
-    grid = given_array(inputs, "grid")
-    grid[:, ::2] = _lattice(call, 9)[:, ::2]
-    array, other = inputs[operand], inputs["input" if operand == "grad_output" else "grad_output"]
-    assert array is not None
-    assert other is not None
-    array.reshape(-1)[5::31] = value
-    other.reshape(-1)[::3] = 0
-    found, expected = computed(kernels, GRID, call, inputs), golden(GRID, call, inputs)
-    assert not np.isfinite(expected["grid_grad"]).all()
-    assert_not_finite_alike(found, expected)
+    other = {"grad_output": "input", "input": "grad_output"}
+    for dtype, value, name, c in pairs(DTYPES, NOT_FINITE, [*other], (3, 20)):
+        call = GRID.build(dtype=dtype, n=2, c=c, h=5, w=6, oh=6, ow=7)
+        inputs = _inputs(call, 8)
+        given_array(inputs, "grid")[:, ::2] = _lattice(call, 9)[:, ::2]
+        given_array(inputs, other[name]).reshape(-1)[::3] = 0
+        given_array(inputs, name).reshape(-1)[5::31] = value
+        found, expected = computed(kernels, GRID, call, inputs), golden(GRID, call, inputs)
+        with told((dtype, value, name, c)):
+            assert not np.isfinite(expected["grid_grad"]).all()
+            assert_not_finite_alike(found, expected)
 
 
-@pytest.mark.parametrize("scale", [1e-18, 1e18, 3e30])
-def test_products_beyond_float32_are_computed_like_any(kernels: Kernels, scale: float) -> None:
-    call = GRID.build(n=1, c=18, h=5, w=6, oh=6, ow=7)
-    inputs = _inputs(call, 10)
-    for name, factor in (("input", scale), ("grad_output", 1e3 / scale)):
-        array = given_array(inputs, name)
-        inputs[name] = (array * factor).astype(np.float32)
-    assert_right(GRID, call, inputs, computed(kernels, GRID, call, inputs))
+def test_products_beyond_float32_are_computed_like_any(kernels: Kernels) -> None:
+    for scale in (1e-18, 1e18, 3e30):
+        call = GRID.build(n=1, c=18, h=5, w=6, oh=6, ow=7)
+        inputs = _inputs(call, 10)
+        for name, factor in (("input", scale), ("grad_output", 1e3 / scale)):
+            inputs[name] = (given_array(inputs, name) * factor).astype(np.float32)
+        with told(scale):
+            assert_right(GRID, call, inputs, computed(kernels, GRID, call, inputs))

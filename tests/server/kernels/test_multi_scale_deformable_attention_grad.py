@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.derived import pairs, told, turns
 from tests.server.kernels.compare import (
     DTYPES,
     Inputs,
@@ -25,6 +26,7 @@ from tests.server.kernels.compare import (
 
 from npugrad import OPERATORS
 from npugrad.dtypes import DType
+from npugrad.edges import NOT_FINITE
 from npugrad.meta import CallMeta
 from npugrad_server.backends.cpu.kernels import Kernels
 
@@ -96,15 +98,14 @@ OVERLAPS: list[tuple[Levels, list[int]]] = [
 ]
 
 
-@pytest.mark.parametrize(("levels", "starts"), OVERLAPS, ids=str)
-def test_levels_may_overlap_leave_gaps_or_the_keys(
-    kernels: Kernels, levels: Levels, starts: list[int]
-) -> None:
-    call = MSDA.build(nq=50, ch=24, levels=((4, 4), (1, 1)), points=4)
-    inputs = MSDA.make_inputs(call, np.random.default_rng(2))
-    given_array(inputs, "spatial_shape")[...] = levels
-    given_array(inputs, "level_start_index")[...] = starts
-    assert_right(MSDA, call, inputs, computed(kernels, MSDA, call, inputs))
+def test_levels_may_overlap_leave_gaps_or_the_keys(kernels: Kernels) -> None:
+    for levels, starts in OVERLAPS:
+        call = MSDA.build(nq=50, ch=24, levels=((4, 4), (1, 1)), points=4)
+        inputs = MSDA.make_inputs(call, np.random.default_rng(2))
+        given_array(inputs, "spatial_shape")[...] = levels
+        given_array(inputs, "level_start_index")[...] = starts
+        with told((levels, starts)):
+            assert_right(MSDA, call, inputs, computed(kernels, MSDA, call, inputs))
 
 
 # Sizes around every bound of the kernel: one task or many, several bands, chunks and rounds, long rows.
@@ -137,52 +138,47 @@ def _slab(inputs: Inputs, batch: int, head: int) -> Inputs:
     return {name: np.ascontiguousarray(parts.get(name, array)) for name, array in inputs.items()}
 
 
-@pytest.mark.parametrize("queries", [80, 700], ids=["fewer samples than keys", "more"])
-def test_a_slab_has_the_same_bits_alone(kernels: Kernels, queries: int) -> None:
+def test_a_slab_has_the_same_bits_alone(kernels: Kernels) -> None:
     """A slab as a task, a band of all heads, or all threads on one slab: the same sums in the same order."""
-    sizes: dict[str, Any] = dict(ch=32, nq=queries, levels=((60, 70), (31, 34)), points=4)
-    inputs = _inputs(call := MSDA.build(bs=2, nh=4, **sizes), sizes["levels"], 4)
-    whole = computed(kernels, MSDA, call, inputs)
-    alone = MSDA.build(bs=1, nh=1, **sizes)
-    for batch, head in ((0, 0), (1, 3)):
-        found = computed(kernels, MSDA, alone, _slab(inputs, batch, head))
-        assert_same_bits(found, {name: np.ascontiguousarray(a[batch, :, head]) for name, a in whole.items()})
+    for queries in (80, 700):  # fewer samples than keys, and more
+        sizes: dict[str, Any] = dict(ch=32, nq=queries, levels=((60, 70), (31, 34)), points=4)
+        inputs = _inputs(call := MSDA.build(bs=2, nh=4, **sizes), sizes["levels"], 4)
+        whole = computed(kernels, MSDA, call, inputs)
+        alone = MSDA.build(bs=1, nh=1, **sizes)
+        for batch, head in ((0, 0), (1, 3)):
+            expected = {name: np.ascontiguousarray(a[batch, :, head]) for name, a in whole.items()}
+            with told((queries, batch, head)):
+                found = computed(kernels, MSDA, alone, _slab(inputs, batch, head))
+                assert_same_bits(found, expected)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan], ids=str)
-@pytest.mark.parametrize("operand", ["value", "attn_weight", "grad_output", "location"])
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        dict(nq=30, levels=((5, 7), (2, 3))),
-        dict(nq=30, levels=((60, 90), (1, 1))),
-        dict(nq=40, levels=((40, 30), (9, 9)), bs=2, nh=8),
-    ],
-    ids=str,
-)
-def test_values_that_are_not_finite_spread_as_in_the_reference(
-    kernels: Kernels, dtype: DType, value: float, operand: str, sizes: dict[str, Any]
-) -> None:
-    call = MSDA.build(dtype=dtype, ch=24, points=3, **sizes)
-    inputs = MSDA.make_inputs(call, np.random.default_rng(5))
-    array = given_array(inputs, operand)
-    array.reshape(-1)[array.size // 2] = value
-    found, expected = computed(kernels, MSDA, call, inputs), golden(MSDA, call, inputs)
-    assert_not_finite_alike(found, expected)
+NOT_FINITE_SIZES: list[dict[str, Any]] = [
+    dict(nq=30, levels=((5, 7), (2, 3))),
+    dict(nq=30, levels=((60, 90), (1, 1))),
+    dict(nq=40, levels=((40, 30), (9, 9)), bs=2, nh=8),
+]
 
 
-@pytest.mark.parametrize(("value", "gradient"), [(1e30, 1e-25), (1e-25, 1e30), (3e38, 1e-30), (1e25, 1e12)])
-def test_sums_that_leave_float32_on_their_way_are_right(
-    kernels: Kernels, value: float, gradient: float
-) -> None:
-    call = MSDA.build(nq=40, ch=32, levels=((4, 5), (1, 1)), points=4)
-    inputs = MSDA.make_inputs(call, np.random.default_rng(6))
-    for name, factor in (("value", value), ("grad_output", gradient)):
-        inputs[name] = np.clip(given_array(inputs, name), -1, 1) * np.float32(factor)
-    weight = given_array(inputs, "attn_weight")
-    weight *= np.float32(1e-3)
-    assert_right(MSDA, call, inputs, computed(kernels, MSDA, call, inputs))
+def test_values_that_are_not_finite_spread_as_in_the_reference(kernels: Kernels) -> None:
+    operands = ("value", "attn_weight", "grad_output", "location")
+    for sizes, operand, value, dtype in pairs(NOT_FINITE_SIZES, operands, NOT_FINITE, DTYPES):
+        call = MSDA.build(dtype=dtype, ch=24, points=3, **sizes)
+        inputs = MSDA.make_inputs(call, np.random.default_rng(5))
+        array = given_array(inputs, operand)
+        array.reshape(-1)[array.size // 2] = value
+        with told((sizes, operand, value, dtype)):
+            assert_not_finite_alike(computed(kernels, MSDA, call, inputs), golden(MSDA, call, inputs))
+
+
+def test_sums_that_leave_float32_on_their_way_are_right(kernels: Kernels) -> None:
+    for value, gradient in ((1e30, 1e-25), (1e-25, 1e30), (3e38, 1e-30), (1e25, 1e12)):
+        call = MSDA.build(nq=40, ch=32, levels=((4, 5), (1, 1)), points=4)
+        inputs = MSDA.make_inputs(call, np.random.default_rng(6))
+        for name, factor in (("value", value), ("grad_output", gradient)):
+            inputs[name] = np.clip(given_array(inputs, name), -1, 1) * np.float32(factor)
+        inputs["attn_weight"] = given_array(inputs, "attn_weight") * np.float32(1e-3)
+        with told((value, gradient)):
+            assert_right(MSDA, call, inputs, computed(kernels, MSDA, call, inputs))
 
 
 ACCURACY: list[dict[str, Any]] = [
@@ -193,27 +189,28 @@ ACCURACY: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("sizes", ACCURACY, ids=lambda s: "-".join(str(v) for v in s.values()))
-def test_errors_stay_below_half_a_millionth(kernels: Kernels, sizes: dict[str, Any]) -> None:
-    call = MSDA.build(**sizes)
-    inputs = MSDA.make_inputs(call, np.random.default_rng(7))
-    if sizes["nq"] > 10000:
-        inputs["grad_output"] = np.abs(given_array(inputs, "grad_output"))
-    assert_errors_below(kernels, MSDA, call, inputs, 5e-7)
+def test_errors_stay_below_half_a_millionth(kernels: Kernels) -> None:
+    for sizes in ACCURACY:
+        call = MSDA.build(**sizes)
+        inputs = MSDA.make_inputs(call, np.random.default_rng(7))
+        if sizes["nq"] > 10000:
+            inputs["grad_output"] = np.abs(given_array(inputs, "grad_output"))
+        with told(sizes):
+            assert_errors_below(kernels, MSDA, call, inputs, 5e-7)
 
 
 def test_errors_of_keys_that_many_samples_reach(kernels: Kernels) -> None:
-    """As in the small levels of an encoder; with 64 samples a key in float32 the error here is 4.8e-7."""
-    call = MSDA.build(bs=2, nq=5000, nh=8, ch=32, levels=((25, 34), (13, 17)), points=4)
+    """As in the small levels of an encoder; with 64 samples a key in float32 the error here is 6.1e-7."""
+    call = MSDA.build(bs=1, nq=5000, nh=4, ch=32, levels=((25, 34), (13, 17)), points=4)
     inputs = MSDA.make_inputs(call, np.random.default_rng(7))
     assert_errors_below(kernels, MSDA, call, inputs, 3.5e-7)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_few_samples_in_many_keys_are_right(kernels: Kernels, dtype: DType) -> None:
+@turns(3)
+def test_few_samples_in_many_keys_are_right(kernels: Kernels, turn: int) -> None:
     """A result of several large pages, keys of no level among it; most of its rows are zero."""
     levels = ((100, 134), (40, 31))
-    call = MSDA.build(dtype=dtype, bs=2, nq=20, nh=8, ch=32, levels=levels, points=4)
+    call = MSDA.build(dtype=DTYPES[turn], bs=2, nq=20, nh=8, ch=32, levels=levels, points=4)
     inputs = _inputs(call, levels, 11)
     given_array(inputs, "spatial_shape")[0] = (99, 134)
     assert_right(MSDA, call, inputs, computed(kernels, MSDA, call, inputs))
@@ -234,21 +231,20 @@ class _Unwanted(Exception):
     pass
 
 
-@pytest.mark.parametrize("starts", [[0, 42], [1, 0]], ids=["bands", "overlap"])
-def test_it_ends_between_tasks_when_nobody_wants_it(kernels: Kernels, starts: list[int]) -> None:
+def test_it_ends_between_tasks_when_nobody_wants_it(kernels: Kernels) -> None:
     # Long enough to be asked again, ten milliseconds after the first time.
     call = MSDA.build(bs=1, nh=1, nq=100_000, ch=64, levels=((6, 7), (3, 4)), points=16)
     inputs = MSDA.make_inputs(call, np.random.default_rng(9))
     given_array(inputs, "spatial_shape")[...] = ((6, 7), (3, 4))
-    given_array(inputs, "level_start_index")[...] = starts
-    asked = 0
+    for starts in ([0, 42], [1, 0]):  # in bands, and overlapping
+        given_array(inputs, "level_start_index")[...] = starts
+        asked: list[None] = []
 
-    def check_wanted() -> None:
-        nonlocal asked
-        asked += 1
-        if asked > 1:
-            raise _Unwanted
+        def check_wanted(asked: list[None] = asked) -> None:
+            asked.append(None)
+            if len(asked) > 1:
+                raise _Unwanted
 
-    with pytest.raises(_Unwanted):
-        kernels.run(MSDA, inputs, call.attrs, outputs_for(MSDA, call), check_wanted)
-    assert asked == 2
+        with pytest.raises(_Unwanted):
+            kernels.run(MSDA, inputs, call.attrs, outputs_for(MSDA, call), check_wanted)
+        assert len(asked) == 2
