@@ -1,32 +1,42 @@
-"""The entry point `npugrad.validate`: names, attributes and the order of codes."""
+"""The entry point `npugrad.validate`: names, the order of codes, and a verdict for every call."""
 
 from __future__ import annotations
 
 import random
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 import npugrad
 from npugrad import TensorMeta, Verdict
-from npugrad.attributes import KINDS
-from npugrad.error_table import FIND_KERNEL_ERROR, INNER_NULLPTR, PARAM_INVALID, PARAM_NULLPTR, TILING_ERROR
+from npugrad.attributes import Scalar
+from npugrad.dtypes import DType, Format
+from npugrad.error_table import (
+    BY_CODE,
+    FIND_KERNEL_ERROR,
+    INNER_NULLPTR,
+    PARAM_INVALID,
+    PARAM_NULLPTR,
+    TILING_ERROR,
+)
 from npugrad.errors import (
     InvalidOperand,
     MalformedRequest,
+    MalformedTensor,
     NullOperand,
     OperatorError,
     TilingError,
     UnsupportedOperator,
 )
 from npugrad.meta import CallMeta
-from npugrad.operator import Constraint, OpRecord
+from npugrad.operator import AttrParam, Constraint, OpRecord
 from npugrad.ops import OPERATORS
 from npugrad.products import Product
 from npugrad.validation import error_from_verdict, make_call, validate_call
@@ -68,9 +78,6 @@ def ids(verdict: Verdict) -> list[str]:
     return [violation.id for violation in verdict.violations]
 
 
-# The entry point.
-
-
 def test_a_legal_call() -> None:
     verdict = group_norm()
     assert (verdict.status, verdict.violations) == (0, ())
@@ -79,9 +86,6 @@ def test_a_legal_call() -> None:
         "grad_gamma": TensorMeta("float32", (3,)),
         "grad_beta": TensorMeta("float32", (3,)),
     }
-
-
-def test_masked_outputs_are_none() -> None:
     outputs = group_norm(output_mask=(True, False, False)).outputs
     assert [meta is None for meta in outputs.values()] == [False, True, True]
 
@@ -96,15 +100,16 @@ def test_an_illegal_call_tells_everything() -> None:
     assert str(first.sources[0]) == "aclnnGroupNormBackward, return codes, 161001, row 1"
     assert first.message("group_norm_backward") == "group_norm_backward: mean: found null; expected a tensor"
     assert verdict.outputs == {}
+    assert str(error_from_verdict(OPERATORS["group_norm_backward"], verdict)) == (
+        "group_norm_backward: mean: found null; expected a tensor "
+        "(and 3 more: see error.violations or npugrad validate)"
+    )
 
 
-def test_a_missing_input_is_null() -> None:
+def test_what_is_missing_is_null_and_declared_outputs_are_checked() -> None:
     verdict = npugrad.validate("group_norm_backward", inputs={}, attrs={"n": 2, "c": 3, "hxw": 4, "group": 1})
     assert [name.split(".")[0] for name in ids(verdict)[:4]] == ["grad_out", "input", "mean", "rstd"]
     assert "output_mask.not_null" in ids(verdict)
-
-
-def test_declared_outputs_are_checked() -> None:
     assert ids(group_norm(outputs={"grad_input": None})) == ["grad_input.not_null"]
     assert ids(group_norm(outputs={"grad_input": TensorMeta("float32", (24,))})) == ["grad_input.shape"]
     masked = group_norm(outputs={"grad_input": None}, output_mask=(False, True, True))
@@ -119,23 +124,17 @@ def test_products_by_name(product: Product | str) -> None:
     assert ("grad_out.dtype" in ids(found)) == (product == "atlas-training")
 
 
-def test_unknown_product() -> None:
+def test_unknown_products_and_operators() -> None:
     with pytest.raises(
         ValueError, match="unknown product 'a2'; known are atlas-training, atlas-a2, atlas-a3"
     ):
         group_norm(product="a2")
-
-
-def test_unknown_operator() -> None:
     with pytest.raises(
         UnsupportedOperator, match="unknown operator 'gelu_backward'; known are multi_scale"
     ) as caught:
         npugrad.validate("gelu_backward", inputs={}, attrs={})
-    assert (caught.value.reason, caught.value.operator, caught.value.code) == (
-        "UNKNOWN_OPERATOR",
-        "gelu_backward",
-        None,
-    )
+    error = caught.value
+    assert (error.reason, error.operator, error.code) == ("UNKNOWN_OPERATOR", "gelu_backward", None)
 
 
 @pytest.mark.parametrize(
@@ -155,66 +154,6 @@ def test_unknown_names_and_other_things_than_metas_are_type_errors(
         npugrad.validate("group_norm_backward", **{"inputs": {}, "attrs": {}, **arguments})
 
 
-# Attributes.
-
-
-@pytest.mark.parametrize(
-    "record", [pytest.param(record, id=name) for name, record in OPERATORS.items() if record.attrs]
-)
-def test_a_missing_attribute_is_malformed_and_none_is_a_type_error(record: OpRecord) -> None:
-    call = next(iter(record.samples(Product.ATLAS_A2))).call
-    for param in record.attrs:
-        without = {name: value for name, value in call.attrs.items() if name != param.name}
-        with_none = {**without, param.name: None}
-        if KINDS[param.type].is_pointer:
-            assert make_call(record, call.inputs, without).attrs[param.name] is None
-            assert make_call(record, call.inputs, with_none).attrs[param.name] is None
-            continue
-        with pytest.raises(
-            MalformedRequest, match=f"{record.name}: {param.name}: found nothing; expected"
-        ) as caught:
-            make_call(record, call.inputs, without)
-        assert (caught.value.operator, caught.value.operand) == (record.name, param.name)
-        with pytest.raises(TypeError, match=f"{record.name}: {param.name}: found None; expected"):
-            make_call(record, call.inputs, with_none)
-
-
-@pytest.mark.parametrize("value", [2**63, -(2**63) - 1, 10**40, 2.0, 2.5, "2", True, np.bool_(True), [2], 2j])
-def test_what_is_no_int64_is_malformed(value: object) -> None:
-    with pytest.raises(
-        MalformedRequest, match=r"group_norm_backward: n: found .*; expected an integer in int64"
-    ):
-        group_norm(n=value)
-
-
-@pytest.mark.parametrize("value", [2, np.int8(2), np.uint64(2), np.int64(2), np.array(2)])
-def test_any_integer_is_an_int64(value: object) -> None:
-    assert group_norm(n=value).status == 0
-
-
-def test_the_ends_of_int64_are_violations_and_not_errors() -> None:
-    assert group_norm(n=2**63 - 1).status == PARAM_INVALID
-    assert "n.non_negative" in ids(group_norm(n=-(2**63)))
-
-
-@pytest.mark.parametrize("value", ["110", 1, (True, 1, 0), (True, None, True), [["a"]]])
-def test_what_is_no_bool_array_is_malformed(value: object) -> None:
-    with pytest.raises(
-        MalformedRequest, match=r"output_mask: found .*; expected a sequence of bools or None"
-    ):
-        group_norm(output_mask=value)
-
-
-@pytest.mark.parametrize("value", [[True, True, True], np.array([True] * 3), (np.bool_(True),) * 3])
-def test_any_sequence_of_bools_is_a_bool_array(value: object) -> None:
-    assert group_norm(output_mask=value).status == 0
-
-
-@pytest.mark.parametrize("length", [0, 1, 2, 4, 100])
-def test_a_mask_of_another_length_is_a_violation(length: int) -> None:
-    assert ids(group_norm(output_mask=(True,) * length)) == ["output_mask.length"]
-
-
 def test_modes_by_name_and_number() -> None:
     for number, name in enumerate(("bilinear", "nearest")):
         assert grid_sampler(interpolation_mode=name) == grid_sampler(interpolation_mode=number)
@@ -225,28 +164,6 @@ def test_modes_by_name_and_number() -> None:
         MalformedRequest, match=r"found 'mirror'; expected .* or one of 'zeros', 'border', 'refl"
     ):
         grid_sampler(padding_mode="mirror")
-    with pytest.raises(MalformedRequest, match="align_corners: found 1; expected True or False"):
-        grid_sampler(align_corners=1)
-
-
-def test_a_double_takes_numbers_only() -> None:
-    record = OPERATORS["fused_floyd_attention_grad"]
-    inputs = next(iter(record.samples(Product.ATLAS_A2))).call.inputs
-    for value in (1, 0.5, -0.0, np.float32(0.5), float("nan"), float("inf"), ml_dtypes.bfloat16(1)):
-        assert validate_call(record, make_call(record, inputs, {"scale_value": value})).status == 0
-    for wrong in ("0.5", True, 10**400, 1j, [0.5, 1]):
-        with pytest.raises(MalformedRequest, match=r"scale_value: found .*; expected a number"):
-            make_call(record, inputs, {"scale_value": wrong})
-
-
-def test_a_null_mask_of_grid_sampler_succeeds_unchecked() -> None:
-    verdict = npugrad.validate(
-        "grid_sampler_2d_backward",
-        inputs={"grid": TensorMeta("string", (7,))},
-        attrs={"interpolation_mode": 9, "padding_mode": -1, "align_corners": True, "output_mask": None},
-        outputs={"input_grad": None},
-    )
-    assert verdict == Verdict(0, (), {"input_grad": None, "grid_grad": None})
 
 
 # Order, and the exceptions that follow.
@@ -293,15 +210,6 @@ def test_each_class_of_codes_has_its_exception(
     assert error.violations == verdict.violations
     assert error.violations_total == len(verdict.violations)
     assert (error.operator, error.source) == ("group_norm_backward", "validator")
-
-
-def test_the_message_counts_what_it_does_not_say() -> None:
-    verdict = group_norm(mean=None, rstd=None, gamma=TensorMeta("int8", (3,)))
-    message = str(error_from_verdict(OPERATORS["group_norm_backward"], verdict))
-    assert message == (
-        "group_norm_backward: mean: found null; expected a tensor "
-        "(and 2 more: see error.violations or npugrad validate)"
-    )
 
 
 def worst_call(record: OpRecord, *, seed: int, null: bool) -> CallMeta:
@@ -406,3 +314,136 @@ def test_the_answer_does_not_depend_on_the_process() -> None:
         seen.add(done.stdout)
     assert len(seen) == 1
     assert next(iter(seen)).count("\n") == len(OPERATORS)
+
+
+# Random calls: each gets a verdict that is consistent, and nothing raises.
+
+SIZES = st.sampled_from([0, 1, 2, 3, 4, 5, 7, 8, 16, 32, 64, 128, 256, 500_000, 2**20, 2**31, 2**40, 2**62])
+SHAPES = st.lists(SIZES, max_size=9).map(tuple)
+DTYPES = st.sampled_from(list(DType))
+FORMATS = st.sampled_from([Format.ND, Format.ND, Format.ND, Format.NCHW, Format.FRACTAL_NZ])
+VALUES = {
+    "int64": st.one_of(st.integers(-3, 9), st.sampled_from([8000, 2**31, 2**63 - 1, -(2**63)])),
+    "int32": st.integers(-(2**31), 2**31 - 1),
+    "int8": st.integers(-128, 127),
+    "uint64": st.integers(0, 2**64 - 1),
+    "double": st.floats(),
+    "bool": st.booleans(),
+    "int64_array": st.none() | st.lists(SIZES, max_size=5).map(tuple),
+    "float_array": st.none() | st.lists(st.floats(width=32), max_size=5).map(tuple),
+    "bool_array": st.one_of(st.none(), st.lists(st.booleans(), max_size=5).map(tuple)),
+    "scalar": st.none() | st.builds(Scalar, st.just("float32"), st.floats(width=32)),
+    "string": st.none() | st.text(max_size=5),
+}
+
+
+@st.composite
+def metas(draw: st.DrawFn) -> TensorMeta | None:
+    """Any tensor description that can exist; null in some cases."""
+    if draw(st.integers(0, 9)) == 0:
+        return None
+    shape, dtype = draw(SHAPES), draw(DTYPES)
+    strides, offset = None, 0
+    if draw(st.integers(0, 4)) == 0:
+        strides = tuple(draw(st.sampled_from([0, 1, 2, 64])) for _ in shape)
+        offset = draw(st.sampled_from([0, 5]))
+    try:
+        return TensorMeta(dtype, shape, draw(FORMATS), strides, offset)
+    except MalformedTensor:  # more than 2^63 - 1 bytes
+        return TensorMeta(dtype, shape[:1] and (min(shape[0], 2**40),))
+
+
+# Strategies take the operator's name: hypothesis writes arguments out, and a record is long.
+
+
+@st.composite
+def nonsense(draw: st.DrawFn, operator: str) -> CallMeta:
+    """Anything in every place."""
+    record = OPERATORS[operator]
+    return CallMeta(
+        inputs={p.name: draw(metas()) for p in record.inputs},
+        attrs={p.name: draw(VALUES[p.type]) for p in record.attrs},
+        outputs={p.name: draw(metas()) for p in record.outputs if draw(st.booleans())},
+        product=draw(st.sampled_from(list(Product))),
+    )
+
+
+@st.composite
+def almost_legal(draw: st.DrawFn, operator: str) -> CallMeta:
+    """A legal call with up to three operands or attributes, or something of them, replaced by anything."""
+    record = OPERATORS[operator]
+    calls = [sample.call for sample in record.samples(draw(st.sampled_from(list(record.products))))]
+    call = calls[draw(st.integers(0, len(calls) - 1))]
+    for _ in range(draw(st.integers(0, 3))):
+        param = record.params[draw(st.integers(0, len(record.params) - 1))]
+        if isinstance(param, AttrParam):
+            call = call.with_attrs(**{param.name: draw(VALUES[param.type])})
+        elif param.role == "output":
+            inferred = validate_call(record, call).outputs.get(param.name)
+            call = call.with_outputs(**{param.name: draw(changed(inferred))})
+        else:
+            call = call.with_inputs(**{param.name: draw(changed(call.inputs[param.name]))})
+    return call
+
+
+@st.composite
+def changed(draw: st.DrawFn, meta: TensorMeta | None) -> TensorMeta | None:
+    kind = draw(st.sampled_from(["any", "dtype", "axis", "format", "rank"]))
+    if meta is None or kind == "any":
+        return draw(metas())
+    shape, dtype, storage = list(meta.shape), meta.dtype, meta.format
+    if kind == "dtype":
+        dtype = draw(DTYPES)
+    elif kind == "format":
+        storage = draw(FORMATS)
+    elif kind == "rank" or not shape:
+        shape.append(1)
+    else:
+        shape[draw(st.integers(0, len(shape) - 1))] = draw(st.integers(0, 300))
+    try:
+        return TensorMeta(dtype, shape, storage)
+    except MalformedTensor:  # a second change of an operand that is huge already
+        return meta
+
+
+def check_verdict(record: OpRecord, call: CallMeta) -> None:
+    verdict = validate_call(record, call)
+    if verdict.violations:
+        assert verdict.status == verdict.violations[0].code
+        assert verdict.status in BY_CODE
+        assert dict(verdict.outputs) == {}
+        assert len({v.id for v in verdict.violations}) == len(verdict.violations)
+        assert all(v.found and v.expected and v.message(record.name).isascii() for v in verdict.violations)
+        assert call.product in record.products or len(verdict.violations) == 1
+        return
+    assert verdict.status == 0
+    assert call.product in record.products
+    check_outputs(record, call, verdict.outputs)
+
+
+def check_outputs(record: OpRecord, call: CallMeta, outputs: Mapping[str, TensorMeta | None]) -> None:
+    assert list(outputs) == [p.name for p in record.outputs]
+    for param in record.outputs:
+        meta, mask = outputs[param.name], call.mask() if param.masked_by is not None else None
+        wanted = param.masked_by is None or (mask is not None and mask[param.masked_by])
+        assert (meta is not None) == wanted
+        if meta is not None:
+            assert meta.is_contiguous
+            assert meta.dtype in param.dtypes[call.product]
+            declared = call.declared(param.name)
+            assert declared is None or (declared.shape, declared.dtype) == (meta.shape, meta.dtype)
+
+
+FUZZ = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+
+
+@given(data=st.data())
+@FUZZ
+def test_nonsense_gets_a_verdict(record: OpRecord, data: st.DataObject) -> None:
+    check_verdict(record, data.draw(nonsense(record.name)))
+
+
+@given(data=st.data())
+@FUZZ
+def test_almost_legal_calls_get_a_verdict(record: OpRecord, data: st.DataObject) -> None:
+    check_verdict(record, data.draw(almost_legal(record.name)))
