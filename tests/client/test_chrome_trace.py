@@ -69,9 +69,12 @@ def lanes(found: Iterable[dict[str, Any]]) -> dict[tuple[int, int], list[dict[st
     }
 
 
-@given(st.lists(clocks(), max_size=8))
-def test_what_is_in_one_lane_nests_or_follows(calls: list[CallClock]) -> None:
-    found = events(sorted(calls, key=lambda clock: clock.ended_s))
+@given(st.lists(clocks(), max_size=6))
+def test_each_call_is_there_once_and_what_is_in_one_lane_has_a_name_and_nests_or_follows(
+    calls: list[CallClock],
+) -> None:
+    calls.sort(key=lambda clock: clock.ended_s)
+    found = events(calls)
     for slices in lanes(found).values():
         open_until: list[int] = []
         for each in slices:
@@ -80,11 +83,6 @@ def test_what_is_in_one_lane_nests_or_follows(calls: list[CallClock]) -> None:
                 open_until.pop()
             assert not open_until or each["ts"] + each["dur"] <= open_until[-1]
             open_until.append(each["ts"] + each["dur"])
-
-
-@given(st.lists(clocks(), max_size=8))
-def test_each_call_is_there_once_and_every_lane_has_a_name(calls: list[CallClock]) -> None:
-    found = events(calls)
     drawn = [each["args"]["request_id"] for each in of_client(found) if each["name"] == OPERATOR]
     assert drawn == [str(number) for number in range(len(calls))]
     assert {(e["pid"], e["tid"]) for e in found if e["name"] == "thread_name"} == set(lanes(found))

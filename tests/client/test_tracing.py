@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
 import pickle
 import subprocess
 import sys
 import threading
 from collections import Counter
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Iterator
+from typing import Any, cast
 
 import pytest
 from opentelemetry import trace
-from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 from opentelemetry.trace import SpanContext, SpanKind, StatusCode, TraceFlags, TraceState
+from tests.client.both import BOTH, WAYS, Make, call_once
 from tests.client.fake_service import (
     STREAMED,
-    UNARY,
     Context,
     Gate,
     abort_with,
@@ -28,19 +28,12 @@ from tests.client.fake_service import (
     stream_zeros,
     zeros,
 )
+from tests.fix_server import ServerProcess
 
 from npugrad.errors import ServerBusy
+from npugrad.operator import OpRecord
 from npugrad_client import AsyncClient, Client, InvalidOperand, RetryPolicy
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from opentelemetry.sdk.trace import ReadableSpan
-    from tests.fix_server import ServerProcess
-
-    from npugrad.operator import OpRecord
-
-WAYS = pytest.mark.parametrize("way", [UNARY, STREAMED], ids=["unary", "streamed"])
 QUICK = RetryPolicy(initial_backoff_s=0.001)
 OPERATOR = "group_norm_backward"
 
@@ -103,12 +96,10 @@ class Told:
             abort_with(context, self._error)
 
     def unary(self, record: OpRecord, request: Any, context: Context) -> Any:
-        """A handler of unary calls."""
         self._note(context)
         return zeros(record, request, context)
 
     def execute(self, frames: Any, context: Context) -> Iterator[Any]:
-        """A handler of streamed calls."""
         self._note(context)
         yield from stream_zeros(frames, context)
 
@@ -118,32 +109,16 @@ class Told:
         return [header["traceparent"].split("-")[2] for header in self.headers]
 
 
-def make_call(address: str, way: int, is_async: bool, **options: Any) -> Any:
-    """One call, with either client."""
-
-    async def work() -> Any:
-        async with AsyncClient(address, stream_from_bytes=way, **options) as client:
-            return await client.group_norm_backward(**group_norm())
-
-    if is_async:
-        return asyncio.run(work())
-    with Client(address, stream_from_bytes=way, **options) as client:
-        return client.group_norm_backward(**group_norm())
-
-
-BOTH = pytest.mark.parametrize("is_async", [False, True], ids=["threads", "asyncio"])
-
-
 @WAYS
 @BOTH
 def test_a_call_and_its_try_are_spans_of_one_trace_and_the_server_is_told_of_the_try(
-    spans: Spans, way: int, is_async: bool
+    spans: Spans, make: Make, way: int
 ) -> None:
     told = Told()
     with fake_service(told.unary, told.execute) as seen:
         tracer = spans.provider.get_tracer("test")
         with tracer.start_as_current_span("outer") as outer:
-            make_call(seen.address, way, is_async, tracing=spans.provider)
+            call_once(make, seen.address, stream_from_bytes=way, tracing=spans.provider)
     call, (one,) = spans.call(), spans.tries()
     host, port = seen.address.split(":")
     method = "Execute" if way == STREAMED else "GroupNormBackward"
@@ -172,11 +147,11 @@ def test_a_call_and_its_try_are_spans_of_one_trace_and_the_server_is_told_of_the
 @WAYS
 @BOTH
 def test_retries_are_spans_of_one_trace_and_each_says_how_it_failed(
-    spans: Spans, way: int, is_async: bool
+    spans: Spans, make: Make, way: int
 ) -> None:
     told = Told(refusals=2)
     with fake_service(told.unary, told.execute) as seen:
-        make_call(seen.address, way, is_async, tracing=spans.provider, retry=QUICK)
+        call_once(make, seen.address, stream_from_bytes=way, tracing=spans.provider, retry=QUICK)
     call, tries = spans.call(), spans.tries()
     assert told.span_ids == [f"{ids(one).span_id:016x}" for one in tries]
     assert {one.parent and one.parent.span_id for one in tries} == {ids(call).span_id}
@@ -195,10 +170,10 @@ def test_retries_are_spans_of_one_trace_and_each_says_how_it_failed(
 
 
 @BOTH
-def test_a_call_that_fails_says_so_without_its_operands(spans: Spans, is_async: bool) -> None:
+def test_a_call_that_fails_says_so_without_its_operands(spans: Spans, make: Make) -> None:
     told = Told(1, InvalidOperand("group: found 3", code=161002, operator=OPERATOR))
     with fake_service(told.unary) as seen, pytest.raises(InvalidOperand):
-        make_call(seen.address, UNARY, is_async, tracing=spans.provider)
+        call_once(make, seen.address, tracing=spans.provider)
     call, (one,) = spans.call(), spans.tries()
     for span in (call, one):
         (event,) = span.events
@@ -216,7 +191,7 @@ def test_a_call_that_is_never_sent_is_a_span_without_tries(spans: Spans) -> None
 
 
 @BOTH
-def test_a_hedge_is_another_try_of_the_trace_and_the_loser_is_cancelled(spans: Spans, is_async: bool) -> None:
+def test_a_hedge_is_another_try_of_the_trace_and_the_loser_is_cancelled(spans: Spans, make: Make) -> None:
     gate, told, arriving = Gate(), Told(), threading.Lock()
     policy = RetryPolicy(hedge_after_s=0.01, max_tries=2)
     held: list[str] = []
@@ -232,7 +207,7 @@ def test_a_hedge_is_another_try_of_the_trace_and_the_loser_is_cancelled(spans: S
         return answer
 
     with fake_service(unary) as seen:
-        make_call(seen.address, UNARY, is_async, tracing=spans.provider, retry=policy)
+        call_once(make, seen.address, tracing=spans.provider, retry=policy)
         gate.open()
     call, tries = spans.call(), spans.tries()
     assert sorted(told.span_ids) == sorted(f"{ids(one).span_id:016x}" for one in tries)
@@ -244,10 +219,11 @@ def test_a_hedge_is_another_try_of_the_trace_and_the_loser_is_cancelled(spans: S
 
 
 @WAYS
+@BOTH
 def test_stages_lie_in_their_parents_and_take_as_long_as_the_timeline_says(
-    server: ServerProcess, spans: Spans, way: int
+    server: ServerProcess, spans: Spans, make: Make, way: int
 ) -> None:
-    result = make_call(server.address, way, False, tracing=spans.provider)
+    result = call_once(make, server.address, stream_from_bytes=way, tracing=spans.provider)
     call, (one,) = spans.call(), spans.tries()
     found: Counter[str] = Counter()
     for parent in (call, one):
@@ -296,10 +272,10 @@ def test_futures_are_in_the_span_of_who_started_them(spans: Spans) -> None:
 
 @WAYS
 @BOTH
-def test_without_tracing_nothing_is_sent(way: int, is_async: bool) -> None:
+def test_without_tracing_nothing_is_sent(make: Make, way: int) -> None:
     told = Told()
     with fake_service(told.unary, told.execute) as seen:
-        make_call(seen.address, way, is_async)
+        call_once(make, seen.address, stream_from_bytes=way)
     (header,) = told.headers
     assert not header.keys() & {"traceparent", "tracestate", "baggage"}
 
@@ -308,7 +284,7 @@ def test_without_a_provider_nothing_is_sent_either() -> None:
     """Of an application that never set one up."""
     told = Told()
     with fake_service(told.unary) as seen:
-        make_call(seen.address, UNARY, False, tracing=True)
+        call_once(Client, seen.address, tracing=True)
     assert "traceparent" not in told.headers[0]
 
 
