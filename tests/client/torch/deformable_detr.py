@@ -61,22 +61,23 @@ class MmcvFunction(Function):
         return grads[0], None, None, grads[1], grads[2], None
 
 
-class PlainFunction:
-    """The same by `grid_sample` and autograd, in any type."""
+def composed(value: Any, shapes: Any, starts: Any, locations: Any, weights: Any, _: int = 0) -> Any:
+    """The same by `grid_sample` and autograd, as the papers' own code has it, in any type."""
+    bs, _keys, heads, channels = value.shape
+    queries, points = locations.shape[1], locations.shape[4]
+    sampled = []
+    for level, ((h, w), start) in enumerate(zip(shapes.tolist(), starts.tolist(), strict=True)):
+        maps = value[:, start : start + h * w].permute(0, 2, 3, 1).reshape(bs * heads, channels, h, w)
+        grid = (2 * locations[:, :, :, level] - 1).transpose(1, 2).reshape(bs * heads, queries, points, 2)
+        sampled.append(F.grid_sample(maps, grid, align_corners=False))
+    flat = weights.transpose(1, 2).reshape(bs * heads, 1, queries, -1)
+    return (torch.cat(sampled, -1) * flat).sum(-1).reshape(bs, heads * channels, queries).transpose(1, 2)
 
-    @staticmethod
-    def apply(
-        value: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor, _: int
-    ) -> Any:
-        bs, _keys, heads, channels = value.shape
-        queries, points = locations.shape[1], locations.shape[4]
-        sampled = []
-        for level, ((h, w), start) in enumerate(zip(shapes.tolist(), starts.tolist(), strict=True)):
-            maps = value[:, start : start + h * w].permute(0, 2, 3, 1).reshape(bs * heads, channels, h, w)
-            grid = (2 * locations[:, :, :, level] - 1).transpose(1, 2).reshape(bs * heads, queries, points, 2)
-            sampled.append(F.grid_sample(maps, grid, align_corners=False))
-        flat = weights.transpose(1, 2).reshape(bs * heads, 1, queries, -1)
-        return (torch.cat(sampled, -1) * flat).sum(-1).reshape(bs, heads * channels, queries).transpose(1, 2)
+
+class PlainFunction:
+    """In place of the two functions."""
+
+    apply = staticmethod(composed)
 
 
 class Attention(nn.Module):

@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import torch.nn.functional as F
 from tests.client.torch.models import loss_of_grid_sample, loss_of_group_norm
-from tests.client.torch.test_deformable import operands
+from tests.client.torch.test_attentions import operands
 from tests.fix_server import ServerProcess, StartServer
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
