@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -44,77 +43,55 @@ def test_all_contracts_are_kept() -> None:
     assert answer.returncode == 0, answer.stdout
 
 
-@pytest.fixture(scope="module")
-def broken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What the linter says of each contract, by id, when every forbidden import is there."""
-    folder = tmp_path_factory.mktemp("broken")
+@pytest.mark.slow
+def test_every_forbidden_import_is_seen(tmp_path: Path) -> None:
     for source in SOURCES:
-        shutil.copytree(ROOT / source, folder / source, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "pyproject.toml", folder)
+        shutil.copytree(ROOT / source, tmp_path / source, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
     for _, module, line in FORBIDDEN:
-        with (folder / module).open("a", encoding="utf-8") as file:
+        with (tmp_path / module).open("a", encoding="utf-8") as file:
             file.write(f"\n{line}\n")
-    answer = _lint_imports(folder)
+    answer = _lint_imports(tmp_path)
     assert answer.returncode != 0, answer.stdout
     _, _, rest = answer.stdout.partition("Broken contracts")
-    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["importlinter"][
-        "contracts"
-    ]
-    places = sorted((rest.index(f"\n{each['name']}\n"), each["id"]) for each in contracts)
+    linter = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["importlinter"]
+    places = sorted((rest.index(f"\n{each['name']}\n"), each["id"]) for each in linter["contracts"])
     ends = [*(place for place, _ in places[1:]), len(rest)]
-    return {name: rest[place:end] for (place, name), end in zip(places, ends, strict=True)}
+    told = {name: rest[place:end] for (place, name), end in zip(places, ends, strict=True)}
+    for contract, module, line in FORBIDDEN:
+        importer = ".".join(Path(module).with_suffix("").parts[1:]).removesuffix(".__init__")
+        imported = line.removeprefix("import ")
+        if not imported.startswith("npugrad"):  # of libraries the linter knows the name alone
+            imported = imported.partition(".")[0]
+        assert f" {importer} -> {imported} (l." in told[contract], (contract, module)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("contract", "module", "line"), FORBIDDEN)
-def test_a_forbidden_import_is_seen(contract: str, module: str, line: str, broken: dict[str, str]) -> None:
-    importer = ".".join(Path(module).with_suffix("").parts[1:]).removesuffix(".__init__")
-    imported = line.removeprefix("import ")
-    if not imported.startswith("npugrad"):  # of libraries the linter knows the name alone
-        imported = imported.partition(".")[0]
-    assert f" {importer} -> {imported} (l." in broken[contract]
+def test_contract_worker_and_server_load_no_more_than_they_need() -> None:
+    """Validation without a server starts no gRPC runtime, and a worker in a fraction of the front's time.
 
-
-def test_a_worker_process_loads_no_grpc_and_no_command_line() -> None:
-    """A worker starts in a fraction of the front's time, and a fork-unsafe library never enters it."""
-    loaded = _modules_after("import npugrad_server.worker.__main__")
+    A library that is not safe to fork never enters a worker, and no start waits for the acceptance.
+    """
+    steps = ("npugrad, npugrad.codec", "npugrad_server.worker.__main__", "npugrad_server.cli")
+    program = "import sys\n" + "".join(f"import {step}\nprint(*sys.modules)\n" for step in steps)
+    command = [sys.executable, "-c", program]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert answer.returncode == 0, answer.stderr
+    contract, worker, server = (set(line.split()) for line in answer.stdout.splitlines())
+    assert "npugrad.codec" in contract
+    assert "grpc" not in contract
     heavy = {"grpc", "typer", "click", "rich", "pydantic", "pydantic_settings", "prometheus_client", "torch"}
-    assert "npugrad_server.worker" in loaded
-    assert not heavy & {name.partition(".")[0] for name in loaded}
+    assert "npugrad_server.worker" in worker
+    assert not heavy & {name.partition(".")[0] for name in worker}
+    assert {"npugrad_server.app", "grpc"} <= server
+    assert not {"torch", "torch_npu"} & server
+    assert not [name for name in server if name.startswith("npugrad_server.acceptance.")]
 
 
-def test_a_server_loads_no_acceptance() -> None:
-    """Its start would wait for that."""
-    loaded = _modules_after("import npugrad_server.cli")
-    assert "npugrad_server.app" in loaded
-    assert not [name for name in loaded if name.startswith("npugrad_server.acceptance.")]
-
-
-def test_the_contract_loads_no_grpc() -> None:
-    """Validation without a server must not start a gRPC runtime."""
-    loaded = _modules_after("import npugrad, npugrad.codec")
-    assert "npugrad.codec" in loaded
-    assert "grpc" not in loaded
-
-
-def _lint_imports(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def _lint_imports(folder: Path) -> subprocess.CompletedProcess[str]:
     """Run import-linter on the tree at ``folder`` with that tree's own contracts."""
-    command = [str(Path(sys.executable).with_name("lint-imports")), "--no-cache", *arguments]
+    command = [str(Path(sys.executable).with_name("lint-imports")), "--no-cache"]
     path = os.pathsep.join(str(folder / source) for source in SOURCES)
     environment = {**os.environ, "PYTHONPATH": path, "COLUMNS": "1000"}
     return subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60, check=False
     )
-
-
-def _modules_after(statement: str) -> set[str]:
-    """Return the names of all modules that a fresh interpreter has loaded after ``statement``."""
-    program = f"""
-        import sys
-        {statement}
-        print("\\n".join(sys.modules))
-    """
-    command = [sys.executable, "-c", textwrap.dedent(program)]
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert answer.returncode == 0, answer.stderr
-    return set(answer.stdout.split())

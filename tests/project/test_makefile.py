@@ -17,14 +17,8 @@ BUILD = "server/kernels/build.py --optional"
 
 def commands(target: str, environment: Path, *options: str) -> str:
     """What make would run, with one folder as the virtual environment of every kind."""
-    done = subprocess.run(
-        ["make", "-n", *options, target, f"VENV={environment}", f"VENV_NPU={environment}"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=True,
-    )
+    command = ["make", "-n", *options, target, f"VENV={environment}", f"VENV_NPU={environment}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30, check=True)
     return done.stdout
 
 

@@ -1,7 +1,8 @@
-"""The counts at the end of a run are the same in one process and in several."""
+"""What a run of the tests counts: the same in one process and in several, and what `make test` leaves out."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -27,18 +28,40 @@ EXPECTED = ["calls: 32", "what 10 says: so many: 10", "what 20 says: so many: 20
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [0, 2])
-def test_each_process_hands_in_its_counts(processes: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("processes", [(), ("-p", "xdist.plugin", "-n", "2", "--dist", "loadfile")])
+def test_each_process_hands_in_its_counts(processes: tuple[str, ...], tmp_path: Path) -> None:
     if processes:
         pytest.importorskip("xdist")
     (tmp_path / "conftest.py").write_text(CONFTEST)
     for number in (10, 20):
         (tmp_path / f"test_{number}.py").write_text(TESTS.format(number=number))
-    command = [sys.executable, "-m", "pytest", "-p", "tests.summary", "-p", "no:cacheprovider", "-q"]
-    # Its own settings: those of this repository are for its own tests.
+    # Its own settings and no other plugins: those of this repository are for its own tests.
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "tests.summary",
+        "-p",
+        "no:cacheprovider",
+        "-q",
+        *processes,
+    ]
     command += ["--rootdir", str(tmp_path), "-c", "/dev/null", str(tmp_path)]
-    command += ["-n", str(processes), "--dist", "loadfile"] if processes else []
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     _, _, after = done.stdout.partition(" some section ")
     assert [line for line in after.splitlines()[1:] if ": " in line] == EXPECTED
+
+
+@pytest.mark.slow
+@pytest.mark.deep
+def test_make_test_lacks_no_row() -> None:
+    """It is short, and leaves out no operator, type, mode, refusal, fault or command."""
+    command = [sys.executable, "-m", "tests.breadth"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=550, check=False)
+    missing = [line for line in done.stdout.splitlines() if line.startswith("0\t")]
+    assert done.returncode == 0, done.stderr + "\n".join(missing)

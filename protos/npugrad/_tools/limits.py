@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import sys
 from collections import defaultdict
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -72,7 +73,9 @@ def too_long(root: Path, path: Path, limit: Limit) -> Iterator[tuple[str, str]]:
 
 def _functions(scope: ast.AST, around: str = "") -> Iterator[tuple[str, Function]]:
     """Every function in a module, class or function, with the names that lead to it."""
-    for node in ast.iter_child_nodes(scope):
+    # Statements only: most of a tree are expressions, and no function is in one.
+    fields = ("body", "orelse", "finalbody", "handlers", "cases")
+    for node in chain.from_iterable(getattr(scope, field, ()) for field in fields):
         inside = around
         if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             inside = f"{around}.{node.name}" if around else node.name
