@@ -10,11 +10,11 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from tests.synthetic import synthetic_pb2
+from tests.synthetic.messages import declared
 
 from npugrad.attributes import KINDS, MAX_ENTRIES, MAX_STRING_BYTES, AttrType, AttrValue, Scalar
 from npugrad.dtypes import DATA_DTYPES, DType
@@ -37,9 +37,7 @@ from npugrad.rules import (
 )
 from npugrad.workloads import BENCH_SIZES, Workload, Workloads, named
 
-if TYPE_CHECKING:
-    from npugrad.operator import Arrays
-
+Array = npt.NDArray[Any]
 DOCUMENT = "aclnnSynthetic"
 MODES = ("sum", "mean")
 """What the string may be: the sum of all elements of input is added to each, or their mean."""
@@ -111,7 +109,9 @@ def seen(attrs: Mapping[str, AttrValue]) -> bytes:
     return found
 
 
-def _reference(inputs: Arrays, attrs: Mapping[str, Any], outputs: Mapping[str, npt.NDArray[Any]]) -> None:
+def _reference(
+    inputs: Mapping[str, Array | None], attrs: Mapping[str, Any], outputs: Mapping[str, Array]
+) -> None:
     if "scaled" in outputs:
         values = np.array(inputs["input"], np.float64, order="C")
         with np.errstate(all="ignore"):  # as the other references
@@ -294,7 +294,7 @@ def _samples(product: Product) -> Iterator[Sample]:
         yield Sample("mask" + "".join("01"[bit] for bit in mask), build(output_mask=mask))
 
 
-def _make_inputs(call: CallMeta, rng: np.random.Generator) -> dict[str, npt.NDArray[Any] | None]:
+def _make_inputs(call: CallMeta, rng: np.random.Generator) -> dict[str, Array | None]:
     meta = call.tensor("input")
     return {"input": np.asarray(rng.standard_normal(meta.shape)).astype(meta.dtype.numpy)}
 
@@ -323,9 +323,6 @@ SYNTHETIC = OpRecord(
 """The record; order of params is the order of aclnnSyntheticGetWorkspaceSize."""
 RECORDS = {SYNTHETIC.name: SYNTHETIC}
 """What takes the place of the contract's operators."""
-REGISTRY = Registry(
-    RECORDS,
-    synthetic_pb2.DESCRIPTOR.services_by_name["SyntheticService"],
-    synthetic_pb2.DESCRIPTOR.services_by_name["SyntheticValidationService"],
-)
-"""The operator with the messages and services of synthetic.proto."""
+_SERVICES = declared(SYNTHETIC, "npugrad.synthetic.v1").services_by_name
+REGISTRY = Registry(RECORDS, _SERVICES["SyntheticService"], _SERVICES["SyntheticValidationService"])
+"""The operator with its messages and services."""

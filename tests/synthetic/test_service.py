@@ -16,10 +16,8 @@ from tests.calls import TIMEOUT_S, Sample, call_execute, call_unary, failure_of,
 from tests.e2e.harness import both_ways
 from tests.fix_npu import run_npu_server
 from tests.fix_server import ServerProcess, run_server
-from tests.synthetic import synthetic_pb2
 from tests.synthetic.client import AsyncSyntheticClient, SyntheticClient
 from tests.synthetic.record import REGISTRY, SYNTHETIC, seen
-from tests.synthetic.synthetic_pb2_grpc import SyntheticValidationServiceStub
 
 from npugrad import OPERATORS
 from npugrad.attributes import KINDS, Scalar
@@ -35,6 +33,7 @@ from npugrad.meta import CallMeta
 from npugrad.operator import Constraint
 from npugrad.products import Product
 from npugrad.tolerance import compare
+from npugrad.v1 import validation_pb2
 from npugrad.validation import error_from_verdict, validate_call
 
 pytestmark = pytest.mark.slow
@@ -104,8 +103,12 @@ def three_ways(channel: grpc.Channel, message: Any) -> list[Callable[[], Any]]:
 
 
 def validate(channel: grpc.Channel, message: Any) -> Any:
-    request = synthetic_pb2.ValidateRequest(call=synthetic_pb2.ExecuteHeader(synthetic=message))
-    return SyntheticValidationServiceStub(channel).Validate(request, timeout=TIMEOUT_S)
+    method = channel.unary_unary(
+        f"/{REGISTRY.validation.full_name}/Validate",
+        request_serializer=REGISTRY.validate_request.SerializeToString,
+        response_deserializer=validation_pb2.ValidateResponse.FromString,
+    )
+    return method(REGISTRY.validate_request(call={"synthetic": message}), timeout=TIMEOUT_S)
 
 
 def check(made: Sample, arrays: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Compile the protos of the contract and of the tests, byte for byte the same on every machine.
+"""Compile the protos of the contract, byte for byte the same on every machine.
 
 Run by path (``python protos/npugrad/_tools/gen_protos.py [--check]``) in the environment that ``make gen``
 keeps in ``.venv-gen``: importing the package would already need the generated files.
@@ -17,7 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
-FOLDERS = {Path("npugrad/v1"): ROOT / "protos", Path("tests/synthetic"): ROOT}
+FOLDERS = {Path("npugrad/v1"): ROOT / "protos"}
 """Folders with protos, by import path, and the root of each."""
 PINS = {"grpcio-tools": "1.67.1", "mypy-protobuf": "3.6.0"}
 SUFFIXES = ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py", "_pb2_grpc.pyi")
