@@ -74,18 +74,18 @@ def run(_: Effort) -> Iterator[Figure]:
     yield figure(_PLACE, "frames, mean of 100 calls", [statistics.mean(found.of())], None)
 
 
-def count_frames() -> Frames:
-    """Runs a server and a client, and counts the frames of 100 calls."""
+def count_frames(calls: int = _CALLS, warm_up_calls: int = _WARM_UP_CALLS) -> Frames:
+    """Runs a server and a client, and counts the frames of so many calls after others."""
     with tempfile.TemporaryDirectory(prefix="npugrad-frames-") as name:
         folder = Path(name)
         (folder / "switch").write_bytes(b"\0")
         environment = _environment(folder)
         with service(_DEVICES, environment) as address:
-            arguments = "tests.benchmarks.frames", "--calls-to", address
-            with LineProcess(*arguments, environment=environment) as client:
+            told = "--calls-to", address, f"--calls={calls}", f"--warm-up-calls={warm_up_calls}"
+            with LineProcess("tests.benchmarks.frames", *told, environment=environment) as client:
                 client.read()
         # Each has written what it counted by now: the first frame after the last call makes it.
-        return _read(folder)
+        return _read(folder, calls)
 
 
 def _environment(folder: Path) -> dict[str, str]:
@@ -93,8 +93,8 @@ def _environment(folder: Path) -> dict[str, str]:
     return {"PYTHONPATH": path, FOLDER: str(folder)}
 
 
-def _read(folder: Path) -> Frames:
-    calls: tuple[Counter[tuple[str, str, str]], ...] = tuple(Counter() for _ in range(_CALLS))
+def _read(folder: Path, count: int) -> Frames:
+    calls: tuple[Counter[tuple[str, str, str]], ...] = tuple(Counter() for _ in range(count))
     for file in folder.glob("*.json"):
         found = json.loads(file.read_text())
         process = _role(found["command"])
@@ -120,16 +120,16 @@ def _short(file: str) -> str:
     return file
 
 
-def _make_calls(address: str) -> None:
+def _make_calls(address: str, calls: int, warm_up_calls: int) -> None:
     """The client's part: warm calls, each with its number on the switch."""
     record = get_operator("group_norm_backward")
     call = record.build(dtype="float32", **_SIZES)
     operands = record.make_inputs(call, np.random.default_rng(11))
     method: Any = Client(address).group_norm_backward
-    for _ in range(_WARM_UP_CALLS):
+    for _ in range(warm_up_calls):
         method(**operands, **call.attrs)
     with (Path(os.environ[FOLDER]) / "switch").open("r+b") as file, mmap.mmap(file.fileno(), 1) as switch:
-        for number in range(_CALLS):
+        for number in range(calls):
             switch[0] = number + 1
             method(**operands, **call.attrs)
         switch[0] = DONE
@@ -142,11 +142,13 @@ def main() -> None:
     depths: Mapping[str, int] = {"process": 1, "file": 2, "function": 3}
     parser.add_argument("--by", choices=depths, default="file", help="how the frames are shown")
     parser.add_argument("--calls-to", help=argparse.SUPPRESS)
+    parser.add_argument("--calls", type=int, default=_CALLS, help="how many are counted")
+    parser.add_argument("--warm-up-calls", type=int, default=_WARM_UP_CALLS, help="how many before them")
     options = parser.parse_args()
     if options.calls_to:
-        _make_calls(options.calls_to)
+        _make_calls(options.calls_to, options.calls, options.warm_up_calls)
         return
-    found = count_frames()
+    found = count_frames(options.calls, options.warm_up_calls)
     for mean, place in found.places(depths[options.by]):
         sys.stdout.write(f"{mean:8.2f}  {place}\n")
     for process in ("", CLIENT, FRONT, WORKER):

@@ -17,6 +17,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+from allpairspy import AllPairs
 from tests.fix_server import ServerProcess, run_server
 from tests.operators import GRID_SAMPLER, GROUP_NORM
 
@@ -74,9 +75,10 @@ def async_call(address: str, name: str, call: dict[str, Any], **options: Any) ->
     return asyncio.run(main())
 
 
-@pytest.mark.parametrize("act", [sync_call, async_call])
-@pytest.mark.parametrize("retry", [RetryPolicy(), RetryPolicy(hedge_after_s=60)], ids=["plain", "hedged"])
-@pytest.mark.parametrize("stream_from_bytes", [STREAMED, UNARY], ids=["streamed", "unary"])
+@pytest.mark.parametrize(
+    ("act", "retry", "stream_from_bytes"),
+    [*AllPairs([[sync_call, async_call], [RetryPolicy(), RetryPolicy(hedge_after_s=60)], [STREAMED, UNARY]])],
+)
 def test_a_call_is_refused_with_operator_and_version(
     older: ServerProcess, act: Callable[..., Any], retry: RetryPolicy, stream_from_bytes: int
 ) -> None:

@@ -30,12 +30,6 @@ each_operator = pytest.mark.parametrize("operator", OPERATORS)
 each_way = pytest.mark.parametrize("stream_from_bytes", [2**20, 0], ids=["unary", "execute"])
 
 
-@pytest.fixture(scope="module")
-def channel(server: ServerProcess) -> Iterator[grpc.Channel]:
-    with server.channel() as opened:
-        yield opened
-
-
 def made_call(operator: str) -> tuple[OpRecord, CallMeta, dict[str, Recipe], dict[str, Any]]:
     """A call of the record, its recipes, and the small rest as data."""
     record = get_operator(operator)
@@ -65,28 +59,17 @@ def test_results_are_those_of_the_data(server: ServerProcess, operator: str, str
     arrays = {name: recipe.array() for name, recipe in made.items()}
     proved = {name: recipe.with_digest() for name, recipe in made.items()}
     some = {name: proved[name] if number % 2 else arrays[name] for number, name in enumerate(made)}
-    with Client(server.address, stream_from_bytes=stream_from_bytes) as client:
-        sent = results(client, record, {**arrays, **rest}, call.attrs)
-        assert results(client, record, {**proved, **rest}, call.attrs) == sent
-        assert results(client, record, {**some, **rest}, call.attrs) == sent
-    assert any(value is not None and any(value[2]) for value in sent.values())
-
-
-@each_operator
-@each_way
-def test_asynchronous_client_takes_recipes(
-    server: ServerProcess, operator: str, stream_from_bytes: int
-) -> None:
-    record, call, made, rest = made_call(operator)
-    arrays = {name: recipe.array() for name, recipe in made.items()}
 
     async def ask() -> Any:
         async with AsyncClient(server.address, stream_from_bytes=stream_from_bytes) as client:
             return await getattr(client, operator)(**made, **rest, **call.attrs, timeout_s=60)
 
-    with Client(server.address) as client:
-        expected = results(client, record, {**arrays, **rest}, call.attrs)
-    assert raw(asyncio.run(ask())) == expected
+    with Client(server.address, stream_from_bytes=stream_from_bytes) as client:
+        sent = results(client, record, {**arrays, **rest}, call.attrs)
+        assert results(client, record, {**proved, **rest}, call.attrs) == sent
+        assert results(client, record, {**some, **rest}, call.attrs) == sent
+    assert raw(asyncio.run(ask())) == sent
+    assert any(value is not None and any(value[2]) for value in sent.values())
 
 
 @each_way
@@ -161,7 +144,7 @@ def test_large_operands_cost_no_upload(server: ServerProcess) -> None:
     assert np.allclose(np.asarray(found.grad_beta), expected, rtol=1e-3, atol=1e-2)
 
 
-def test_recipes_and_chunks_share_a_stream(channel: grpc.Channel) -> None:
+def test_recipes_and_chunks_share_a_stream(server_channel: grpc.Channel) -> None:
     made = sample()
     recipe = Recipe("normal", shape=made.call.tensor("input").shape, seed=8)
     frames = list(made.frames())
@@ -169,21 +152,21 @@ def test_recipes_and_chunks_share_a_stream(channel: grpc.Channel) -> None:
     codec.encode_recipe(recipe, frames[0].header.group_norm_backward.input.recipe)
     kept = [f for f in frames if f.WhichOneof("frame") == "header" or f.chunk.operand != operand]
     assert len(kept) < len(frames)
-    found = call_execute(channel, kept).contents
+    found = call_execute(server_channel, kept).contents
     message = made.message()
     message.input.data = bytes(recipe.content())
-    sent = call_unary(channel, made.record, message).contents
+    sent = call_unary(server_channel, made.record, message).contents
     assert found == {name: content.data for name, content in sent.items()}
 
 
-def test_chunk_of_an_operand_with_a_recipe_is_refused(channel: grpc.Channel) -> None:
+def test_chunk_of_an_operand_with_a_recipe_is_refused(server_channel: grpc.Channel) -> None:
     made = sample()
     frames = list(made.frames())
     codec.encode_recipe(
         Recipe("normal", shape=made.call.tensor("input").shape),
         frames[0].header.group_norm_backward.input.recipe,
     )
-    failure = failure_of(lambda: call_execute(channel, frames))
+    failure = failure_of(lambda: call_execute(server_channel, frames))
     assert failure.error.reason == "MALFORMED_REQUEST"
     assert "found operand 1; expected an announced one" in str(failure.error)
 
@@ -230,32 +213,32 @@ def test_unknown_generator_is_told_with_the_known_ones(server: ServerProcess, st
     assert expected in str(caught.value)
 
 
-def test_documented_constraints_come_before_recipes(channel: grpc.Channel) -> None:
+def test_documented_constraints_come_before_recipes(server_channel: grpc.Channel) -> None:
     made = sample()
     message = made.message()
     message.mean.recipe.generator = "gauss"
     message.group = 0
-    failure = failure_of(lambda: call_unary(channel, made.record, message))
+    failure = failure_of(lambda: call_unary(server_channel, made.record, message))
     assert failure.error.reason == "ACLNN_ERR_PARAM_INVALID"
 
 
-def test_sizes_are_admitted_like_data(server: ServerProcess, channel: grpc.Channel) -> None:
+def test_sizes_are_admitted_like_data(server: ServerProcess, server_channel: grpc.Channel) -> None:
     """A few bytes on the wire may not become more memory than the server gives to calls."""
     record = get_operator("group_norm_backward")
     call = record.build(n=1, c=1, hxw=2**30, group=1, output_mask=(False, False, True))
     message, _ = codec.encode_request(call.inputs, recipes(record, call), record, call.attrs)
-    failure = failure_of(lambda: call_unary(channel, record, message))
+    failure = failure_of(lambda: call_unary(server_channel, record, message))
     assert failure.error.reason == "CALL_TOO_LARGE"
     assert failure.status is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
-def test_metrics_count_what_travelled(server: ServerProcess, channel: grpc.Channel) -> None:
+def test_metrics_count_what_travelled(server: ServerProcess, server_channel: grpc.Channel) -> None:
     made = sample()
     message, _ = codec.encode_request(
         made.call.inputs, recipes(made.record, made.call), made.record, made.call.attrs
     )
     request_id = f"recipe-{os.getpid()}"
-    call_unary(channel, made.record, message, metadata=(("x-request-id", request_id),))
+    call_unary(server_channel, made.record, message, metadata=(("x-request-id", request_id),))
     found = server.find_log("call", request_id=request_id)
     assert found["received_bytes"] == 0
 

@@ -66,7 +66,7 @@ def constructed(frames: Frames) -> dict[tuple[str, str], float]:
 
 
 def test_the_table_lists_what_is_made_for_a_call_and_nothing_else() -> None:
-    made = constructed(count_frames())
+    made = constructed(count_frames(calls=25, warm_up_calls=50))
     named = {row for row in listed() if row[0]}
     assert {row: count for row, count in made.items() if row[0] not in EXCEPTIONS} == dict.fromkeys(named, 1)
     assert {name for name, _ in made.keys() - named} == EXCEPTIONS, "an exception that nothing needs"
