@@ -9,37 +9,53 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.client.both import BOTH, Make
 from tests.client.fake_service import (
     INFO,
     STREAMED,
     Context,
     chunk_frame,
     fake_service,
+    group_norm,
     header_frame,
     response,
 )
-from tests.client.lies import (
-    GRAD_GAMMA,
-    GRAD_INPUT,
-    LIES,
-    MALFORMED,
-    NBYTES,
-    RECORD,
-    SHAPE,
-    Lie,
-    call_of,
-    prepared,
-    reply,
-)
 
-from npugrad import NpugradError, TensorMeta, codec
+from npugrad import OPERATORS, NpugradError, TensorMeta, codec
+from npugrad.call import CallOptions
 from npugrad.frames import Chunk, encode_frame, frame_decoder
 from npugrad.layout import view
+from npugrad.registry import REGISTRY
 from npugrad.v1 import backward_pb2
-from npugrad_client import Client, _frames
+from npugrad_client import _frames
 from npugrad_client._attempt import Attempt
-from npugrad_client._call import Answer, Prepared
+from npugrad_client._call import Answer, Prepared, prepare
 from npugrad_client._frames import read_response, unary_request
+
+Frames = list[backward_pb2.ExecuteResponse]
+Lie = Callable[[Frames], Frames]
+
+RECORD = OPERATORS["group_norm_backward"]
+SHAPE = (4, 8, 1024)
+GRAD_INPUT, GRAD_GAMMA, GRAD_BETA = map(RECORD.param_index, ("grad_input", "grad_gamma", "grad_beta"))
+NBYTES = 4 * 8 * 1024 * 4
+HALF = NBYTES // 2
+MALFORMED = "the server's reply is malformed"
+
+
+def call_of(sizes: tuple[int, int, int] = SHAPE, **changes: Any) -> dict[str, Any]:
+    """Keyword arguments of a legal call, but for the changes."""
+    n, c, hxw = sizes
+    return {**group_norm(n=n, c=c, hxw=hxw, group=2), **changes}
+
+
+def prepared(
+    out: dict[str, Any] | None = None, sizes: tuple[int, int, int] = SHAPE, **changes: Any
+) -> Prepared:
+    call = call_of(sizes, **changes)
+    names = [p.name for p in RECORD.inputs]
+    inputs, attrs = {k: call[k] for k in names}, {k: v for k, v in call.items() if k not in names}
+    return prepare(RECORD, inputs, attrs, out, CallOptions(label="test"))
 
 
 def request_frames(
@@ -48,6 +64,19 @@ def request_frames(
     """The frames of a call as a server reads them that uses protobuf."""
     sent = map(encode_frame, _frames.request_frames(prepared, is_answered, attempt))
     return map(backward_pb2.ExecuteRequest.FromString, sent)
+
+
+def reply(call: Prepared, chunk_from_bytes: int = 1) -> Frames:
+    """A right reply of zeros."""
+    message, follow = response(RECORD, dict(RECORD.infer(call.call)), chunk_from_bytes)
+    frames = [header_frame(RECORD, message)]
+    for operand, data in follow:
+        half = data.nbytes // 2
+        frames += [
+            chunk_frame(operand, 0, bytes(data[:half])),
+            chunk_frame(operand, half, bytes(data[half:])),
+        ]
+    return frames
 
 
 def read_frames(prepared: Prepared, frames: Iterable[backward_pb2.ExecuteResponse]) -> Answer:
@@ -108,17 +137,11 @@ def test_chunks_are_views_of_the_operands() -> None:
 
 
 def test_small_operands_travel_in_the_header() -> None:
-    header = getattr(
-        next(request_frames(prepared(), wait_never, Attempt(RECORD.name, "here"))).header, RECORD.name
-    )
+    frames = request_frames(prepared(), wait_never, Attempt(RECORD.name, "here"))
+    header = getattr(next(frames).header, RECORD.name)
     kinds = {p.name: getattr(header, p.name).WhichOneof("content") for p in RECORD.inputs}
-    assert kinds == {
-        "grad_out": "chunked_bytes",
-        "input": "chunked_bytes",
-        "mean": "data",
-        "rstd": "data",
-        "gamma": "data",
-    }
+    large = dict.fromkeys(("grad_out", "input"), "chunked_bytes")
+    assert kinds == large | dict.fromkeys(("mean", "rstd", "gamma"), "data")
 
 
 def test_an_operand_without_data_is_announced_by_its_meta_alone() -> None:
@@ -188,7 +211,7 @@ def test_interleaved_chunks_are_put_together() -> None:
         header_frame(RECORD, message),
         chunk_frame(GRAD_GAMMA, 0, b"\1" * 4),
         chunk_frame(GRAD_INPUT, 0, bytes(NBYTES)),
-        chunk_frame(RECORD.param_index("grad_beta"), 0, bytes(32)),
+        chunk_frame(GRAD_BETA, 0, bytes(32)),
         chunk_frame(GRAD_GAMMA, 4, b"\2" * 28),
     ]
     gamma = read_frames(call, iter(frames)).arrays["grad_gamma"]
@@ -204,37 +227,137 @@ def test_empty_results_need_no_chunks() -> None:
 # ------------------------------------------------------------------------------------------------ lies
 
 
-@pytest.mark.parametrize(("lie", "message"), LIES.values(), ids=LIES)
-def test_a_lie_is_named_and_writes_nothing_outside_its_result(lie: Lie, message: str) -> None:
-    guarded = np.full(NBYTES // 4 + 64, 7, np.float32)
-    target = guarded[32:-32].reshape(SHAPE)
-    call = prepared({"grad_input": target})
-    with pytest.raises(NpugradError, match=rf"^group_norm_backward: {MALFORMED}: .*{message}") as caught:
-        read_frames(call, iter(lie(reply(call))))
-    assert type(caught.value) is NpugradError, "the caller's call was fine"
-    assert caught.value.operator == "group_norm_backward"
-    assert not caught.value.retryable
-    assert (guarded[:32] == 7).all()
-    assert (guarded[-32:] == 7).all()
+def edited(change: Callable[[Any], object]) -> Lie:
+    """A lie in the typed response of the header."""
+
+    def lie(frames: Frames) -> Frames:
+        message = REGISTRY.responses[RECORD.name]()
+        message.CopyFrom(getattr(frames[0].header, RECORD.name))
+        change(message)
+        return [header_frame(RECORD, message), *frames[1:]]
+
+    return lie
 
 
-@pytest.mark.parametrize(("lie", "message"), LIES.values(), ids=LIES)
-def test_a_lie_over_the_wire_ends_the_call_and_leaves_the_client_usable(lie: Lie, message: str) -> None:
-    lies = [True]
+def described(dtype: str, shape: tuple[int, ...] = SHAPE, nbytes: int | None = None, **more: Any) -> Lie:
+    """Another meta for grad_input, and another length."""
+    meta = TensorMeta(dtype, shape, **more)
+
+    def put(message: Any) -> None:
+        message.grad_input.meta.Clear()
+        codec.encode_meta(meta, message.grad_input.meta)
+        message.grad_input.chunked_bytes = meta.content_bytes if nbytes is None else nbytes
+
+    return edited(put)
+
+
+def headed(message: Any = None, operator: str = RECORD.name) -> Lie:
+    """Another header."""
+    if message is None:
+        message = header_frame(OPERATORS[operator], REGISTRY.responses[operator]())
+    return lambda frames: [message, *frames[1:]]
+
+
+def followed(operand: int, offset: int, data: bytes) -> Lie:
+    """A chunk right after the header."""
+    return lambda frames: [frames[0], chunk_frame(operand, offset, data), *frames[1:]]
+
+
+NO_FRAME, NO_CALL = (backward_pb2.ExecuteResponse(), backward_pb2.ExecuteResponse())
+NO_CALL.header.SetInParent()
+AS_IT_IS = r"float32\[4, 8, 1024\]"
+LIES: dict[str, tuple[Lie, str]] = {
+    "nothing": (lambda f: [], "found nothing as its first frame; expected a header"),
+    "chunk first": (lambda f: f[1:], "found chunk as its first frame"),
+    "empty frame first": (lambda f: [NO_FRAME, *f], "found an empty frame as its first"),
+    "no operator": (headed(NO_CALL), "found results of no operator"),
+    "other operator": (headed(operator="layer_norm_backward"), "found results of layer_norm_backward"),
+    "missing output": (
+        edited(lambda m: m.ClearField("grad_gamma")),
+        r"found nothing as grad_gamma; expected float32\[8\]",
+    ),
+    "wrong dtype": (
+        described("float64"),
+        rf"found float64\[4, 8, 1024\] as grad_input; expected {AS_IT_IS}",
+    ),
+    "wrong shape": (described("float32", (4, 8, 512)), r"found float32\[4, 8, 512\] as grad_input"),
+    "huge": (
+        described("float32", (2**30, 2**30)),
+        r"found float32\[1073741824, 1073741824\] as grad_input",
+    ),
+    "strides": (
+        described("float32", strides=(0, 0, 0)),
+        f"found {AS_IT_IS} as grad_input; expected it contiguous",
+    ),
+    "offset": (described("float32", storage_offset=1), "expected it contiguous"),
+    "announces too much": (
+        described("float32", nbytes=NBYTES + 4),
+        f"grad_input: found {NBYTES + 4} bytes of content; expected {NBYTES}",
+    ),
+    "inline too short": (
+        edited(lambda m: setattr(m.grad_gamma, "data", b"123")),
+        "grad_gamma: found 3 bytes of content; expected 32",
+    ),
+    "unknown dtype": (
+        edited(lambda m: setattr(m.grad_input.meta, "data_type", 99)),
+        "grad_input: found data type 99",
+    ),
+    "negative size": (
+        edited(lambda m: m.grad_input.meta.shape.insert(0, -1)),
+        "grad_input: found shape .* expected sizes of 0 or more",
+    ),
+    "no product": (edited(lambda m: setattr(m.info, "product", 0)), "info: found product 0"),
+    "ends early": (lambda f: f[:-1], "found 16 bytes of grad_beta at its end; expected 32"),
+    "no chunks": (lambda f: f[:1], f"found 0 bytes of grad_input at its end; expected {NBYTES}"),
+    "out of order": (
+        lambda f: [f[0], f[2], f[1], *f[3:]],
+        f"chunk of {HALF} bytes of grad_input at offset {HALF}",
+    ),
+    "repeated": (lambda f: [*f[:2], *f[1:]], "of grad_input at offset 0; expected 1 to"),
+    "gap": (followed(GRAD_INPUT, 4, b"1234"), "found a chunk of 4 bytes of grad_input at offset 4"),
+    "far away": (followed(GRAD_INPUT, 2**63, b"1"), f"at offset {2**63}"),
+    "too long": (
+        lambda f: [*f[:2], chunk_frame(GRAD_INPUT, HALF, bytes(NBYTES))],
+        f"found a chunk of {NBYTES} bytes of grad_input at offset {HALF}; expected 1 to {HALF}",
+    ),
+    "past the end": (lambda f: [*f, chunk_frame(GRAD_INPUT, NBYTES, b"1")], "expected 1 to 0 bytes"),
+    "empty chunk": (followed(GRAD_INPUT, 0, b""), "found a chunk of 0 bytes"),
+    "an input": (followed(0, 0, b"1"), "a chunk of parameter 0, which its header"),
+    "no parameter": (followed(99, 0, b"1"), "a chunk of parameter 99"),
+    "second header": (lambda f: [f[0], *f], "found a second header; expected a chunk"),
+    "empty frame": (lambda f: [f[0], NO_FRAME, *f[1:]], "found an empty frame"),
+}
+
+
+@BOTH
+def test_a_lie_is_named_writes_nothing_outside_its_result_and_leaves_the_client_usable(make: Make) -> None:
+    lies: list[Lie] = []
 
     def execute(frames: Any, context: Context) -> Iterator[Any]:
         for _ in frames:
             pass
-        yield from lie(reply(prepared())) if lies else reply(prepared())
+        yield from lies.pop()(reply(prepared()))
 
+    guarded = np.full(NBYTES // 4 + 64, 7, np.float32)
+    target = guarded[32:-32].reshape(SHAPE)
     with (
         fake_service(execute=execute) as service,
-        Client(service.address, timeout_s=30, stream_from_bytes=STREAMED) as client,
+        make(service.address, timeout_s=60, stream_from_bytes=STREAMED) as client,
     ):
-        with pytest.raises(NpugradError, match=rf"^group_norm_backward: {MALFORMED}: .*{message}"):
-            client.group_norm_backward(**call_of())
-        lies.clear()
-        assert client.group_norm_backward(**call_of()).grad_input.shape == SHAPE
+        for name, (lie, message) in LIES.items():
+            lies.append(lie)
+            with pytest.raises(
+                NpugradError, match=rf"^group_norm_backward: {MALFORMED}: .*{message}"
+            ) as caught:
+                client.group_norm_backward(**call_of(), out={"grad_input": target})
+            assert type(caught.value) is NpugradError, f"{name}: the caller's call was fine"
+            assert caught.value.operator == "group_norm_backward"
+            assert not caught.value.retryable
+            assert (guarded[:32] == 7).all(), name
+            assert (guarded[-32:] == 7).all(), name
+        lies.append(list)
+        assert client.group_norm_backward(**call_of(), out={"grad_input": target}).grad_input is target
+        assert not target.any()
 
 
 def test_an_endless_reply_is_left_at_its_first_frame_too_many() -> None:
@@ -293,47 +416,36 @@ def test_what_a_refused_call_brings_is_checked_against_the_callers_arrays() -> N
 # --------------------------------------------------------------------------------------- unary replies
 
 
-def test_a_unary_reply_is_copied_out_of_the_message() -> None:
-    call = prepared()
-    metas = dict(RECORD.infer(call.call))
-    message, _ = response(RECORD, metas)
-    message.grad_gamma.data = np.arange(8, dtype=np.float32).tobytes()
-    gamma = read_response(call, message).arrays["grad_gamma"]
-    assert gamma is not None
-    np.testing.assert_array_equal(gamma, np.arange(8))
-    gamma += 1
-
-
 def complex_gamma(message: Any) -> None:
     message.grad_gamma.Clear()
     codec.encode_meta(TensorMeta("complex64", (8,)), message.grad_gamma.meta)
     message.grad_gamma.data = b""
 
 
-UNARY_LIES: dict[str, tuple[Callable[[Any], object], str]] = {
-    "chunks": (lambda m: setattr(m.grad_gamma, "chunked_bytes", 32), "grad_gamma announced in chunks"),
-    "short": (lambda m: setattr(m.grad_gamma, "data", b""), "grad_gamma: found 0 bytes of content"),
-    "no data": (complex_gamma, r"found complex64\[8\] as grad_gamma"),
-    "memory": (lambda m: setattr(m.grad_gamma.region, "name", "x"), "grad_gamma: found 0 bytes of content"),
-}
+UNARY_LIES: list[tuple[Callable[[Any], object], str]] = [
+    (lambda m: setattr(m.grad_gamma, "chunked_bytes", 32), "grad_gamma announced in chunks"),
+    (lambda m: setattr(m.grad_gamma, "data", b""), "grad_gamma: found 0 bytes of content"),
+    (complex_gamma, r"found complex64\[8\] as grad_gamma"),
+    (lambda m: setattr(m.grad_gamma.region, "name", "x"), "grad_gamma: found 0 bytes of content"),
+]
 
 
-@pytest.mark.parametrize(("change", "message"), UNARY_LIES.values(), ids=UNARY_LIES)
-def test_a_unary_lie_is_named(change: Callable[[Any], object], message: str) -> None:
-    call = replace(prepared(), expected={})
-    answered, _ = response(RECORD, dict(RECORD.infer(call.call)))
-    change(answered)
-    with pytest.raises(NpugradError, match=f"{MALFORMED}: .*{message}") as caught:
-        read_response(call, answered)
-    assert type(caught.value) is NpugradError
+def test_a_unary_lie_is_named() -> None:
+    for change, message in UNARY_LIES:
+        call = replace(prepared(), expected={})
+        answered, _ = response(RECORD, dict(RECORD.infer(call.call)))
+        change(answered)
+        with pytest.raises(NpugradError, match=f"{MALFORMED}: .*{message}") as caught:
+            read_response(call, answered)
+        assert type(caught.value) is NpugradError
 
 
-def test_a_right_unary_reply_is_what_the_view_of_it_is() -> None:
+def test_a_unary_reply_is_copied_out_of_the_message() -> None:
     call = prepared()
     message, _ = response(RECORD, dict(RECORD.infer(call.call)))
     message.grad_input.data = np.random.default_rng(0).bytes(NBYTES)
     found = read_response(call, message).arrays["grad_input"]
     assert found is not None
-    np.testing.assert_array_equal(
-        found.view(np.uint32), view(TensorMeta("uint32", SHAPE), message.grad_input.data)
-    )
+    expected = view(TensorMeta("uint32", SHAPE), message.grad_input.data)
+    np.testing.assert_array_equal(found.view(np.uint32), expected)
+    found[...] = 0  # memory of its own
