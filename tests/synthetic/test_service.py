@@ -13,6 +13,7 @@ import grpc
 import numpy as np
 import pytest
 from tests.calls import TIMEOUT_S, Sample, call_execute, call_unary, failure_of, fill, header_frame
+from tests.derived import told
 from tests.e2e.harness import both_ways
 from tests.fix_npu import run_npu_server
 from tests.fix_server import ServerProcess, run_server
@@ -30,7 +31,6 @@ from npugrad.errors import (
 )
 from npugrad.layout import view
 from npugrad.meta import CallMeta
-from npugrad.operator import Constraint
 from npugrad.products import Product
 from npugrad.tolerance import compare
 from npugrad.v1 import validation_pb2
@@ -39,10 +39,6 @@ from npugrad.validation import error_from_verdict, validate_call
 pytestmark = pytest.mark.slow
 
 MODULE = "tests.synthetic.server"
-SAMPLES = [pytest.param(s.call, id=s.name) for s in SYNTHETIC.samples(Product.ATLAS_A2)]
-CONSTRAINTS = [pytest.param(c, id=c.id) for c in SYNTHETIC.constraints]
-PLAIN = [p.name for p in SYNTHETIC.attrs if not KINDS[p.type].is_pointer]
-REQUIRED = [p.name for p in SYNTHETIC.attrs if KINDS[p.type].is_pointer and not p.optional]
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("npu", marks=pytest.mark.npu_sim)])
@@ -126,19 +122,27 @@ def as_arrays(made: Sample, contents: Mapping[str, bytes]) -> dict[str, Any]:
     return {name: view(meta, contents[name]) for name, meta in made.outputs.items()}
 
 
-@pytest.mark.parametrize("call", SAMPLES)
-def test_every_sample_on_every_way(channel: grpc.Channel, client: Any, call: CallMeta, kind: str) -> None:
+def test_every_sample_on_every_way(channel: grpc.Channel, client: Any, kind: str) -> None:
+    for sample in SYNTHETIC.samples(Product.ATLAS_A2):
+        with told(sample.name):
+            check_every_way(channel, client, sample.call, {"cpu": "cpu-reference", "npu": "npu"}[kind])
+
+
+def check_every_way(channel: grpc.Channel, client: Any, call: CallMeta, backend: str) -> None:
     made = fill(SYNTHETIC, call)
     result = call_unary(channel, SYNTHETIC, made.message(**OPTIONS))
     contents = {name: found.data or b"" for name, found in result.contents.items()}
     check(made, as_arrays(made, contents))
     if made.outputs:
-        assert result.info.backend == {"cpu": "cpu-reference", "npu": "npu"}[kind]
+        assert result.info.backend == backend
     assert execute(channel, made.frames(**OPTIONS)) == contents
     answer = client.synthetic(**made.arrays, **call.attrs, deterministic=True)
     found = {name: getattr(answer, name) for name in ("scaled", "seen")}
     check(made, found)
     assert {name: a.tobytes() for name, a in found.items() if a is not None} == contents
+    verdict = client.validate("synthetic", inputs=call.inputs, attrs=call.attrs, outputs=call.outputs)
+    assert verdict == validate_call(SYNTHETIC, call)
+    assert (verdict.status, verdict.violations) == (0, ())
 
 
 def test_a_call_is_streamed_and_verified(service: ServerProcess) -> None:
@@ -171,26 +175,18 @@ def test_what_is_optional_may_be_left_out(client: Any) -> None:
     check(made, {"scaled": answer.scaled, "seen": answer.seen})
 
 
-@pytest.mark.parametrize("call", SAMPLES)
-def test_validate_tells_what_the_record_tells(channel: grpc.Channel, client: Any, call: CallMeta) -> None:
-    found = client.validate("synthetic", inputs=call.inputs, attrs=call.attrs, outputs=call.outputs)
-    assert found == validate_call(SYNTHETIC, call)
-    assert (found.status, found.violations) == (0, ())
-
-
-@pytest.mark.parametrize("constraint", CONSTRAINTS)
-def test_every_constraint_on_every_way(channel: grpc.Channel, client: Any, constraint: Constraint) -> None:
-    broken = constraint.violate(SYNTHETIC.build())
-    assert broken is not None
-    verdict = validate_call(SYNTHETIC, broken)
-    assert client.validate("synthetic", inputs=broken.inputs, attrs=broken.attrs, outputs=broken.outputs) == (
-        verdict
-    )
-    expected = error_from_verdict(SYNTHETIC, verdict)
-    for error in both_ways(channel, SYNTHETIC, Sample(SYNTHETIC, broken, {}, {}).message()):
-        assert isinstance(error, OperatorError)
-        assert type(error) is type(expected)
-        assert (error.code, error.constraint) == (constraint.code, constraint.id)
+def test_every_constraint_on_every_way(channel: grpc.Channel, client: Any) -> None:
+    for constraint in SYNTHETIC.constraints:
+        broken = constraint.violate(SYNTHETIC.build())
+        assert broken is not None
+        verdict = validate_call(SYNTHETIC, broken)
+        parts = {"inputs": broken.inputs, "attrs": broken.attrs, "outputs": broken.outputs}
+        assert client.validate("synthetic", **parts) == verdict
+        expected = error_from_verdict(SYNTHETIC, verdict)
+        for error in both_ways(channel, SYNTHETIC, Sample(SYNTHETIC, broken, {}, {}).message()):
+            assert isinstance(error, OperatorError), constraint.id
+            assert type(error) is type(expected), constraint.id
+            assert (error.code, error.constraint) == (constraint.code, constraint.id)
 
 
 def refused(act: Callable[[], Any], name: str) -> None:
@@ -199,43 +195,35 @@ def refused(act: Callable[[], Any], name: str) -> None:
     assert (error.operator, error.operand) == ("synthetic", name)
 
 
-@pytest.mark.parametrize("name", PLAIN)
-def test_a_plain_attribute_that_is_unset_is_malformed(channel: grpc.Channel, name: str) -> None:
-    message = request(SYNTHETIC.build())
-    message.ClearField(name)
-    for act in three_ways(channel, message):
-        refused(act, name)
+def test_an_attribute_that_is_unset_is_malformed_or_null(channel: grpc.Channel) -> None:
+    for param in SYNTHETIC.attrs:
+        message, name = request(SYNTHETIC.build()), param.name
+        message.ClearField(name)
+        if not KINDS[param.type].is_pointer:
+            for act in three_ways(channel, message):
+                refused(act, name)
+        elif not param.optional:
+            for error in both_ways(channel, SYNTHETIC, message):
+                assert isinstance(error, NullOperand), name
+                assert error.constraint == f"{name}.not_null"
+            assert validate(channel, message).violations[0].id == f"{name}.not_null"
 
 
-@pytest.mark.parametrize("name", REQUIRED)
-def test_a_pointer_that_is_unset_is_null(channel: grpc.Channel, name: str) -> None:
-    message = request(SYNTHETIC.build())
-    message.ClearField(name)
-    for error in both_ways(channel, SYNTHETIC, message):
-        assert isinstance(error, NullOperand)
-        assert error.constraint == f"{name}.not_null"
-    assert validate(channel, message).violations[0].id == f"{name}.not_null"
-
-
-@pytest.mark.parametrize(
-    ("name", "spoil"),
-    [
-        ("level", lambda message: setattr(message, "level", 128)),
-        ("sizes", lambda message: message.sizes.values.extend([0] * 1024)),
-        ("weights", lambda message: message.weights.values.extend([0.0] * 1024)),
-        ("mask_optional", lambda message: message.mask_optional.values.extend([True] * 1024)),
-        ("alpha", lambda message: setattr(message.alpha, "value", b"123")),
-        ("mode", lambda message: setattr(message, "mode", "a\0b")),
-        ("mode_optional", lambda message: setattr(message, "mode_optional", "x" * 4097)),
-    ],
-)
-def test_an_attribute_out_of_range_is_malformed(
-    channel: grpc.Channel, name: str, spoil: Callable[[Any], None]
-) -> None:
-    message = request(SYNTHETIC.build())
-    spoil(message)
-    for act in three_ways(channel, message):
-        refused(act, name)
+def test_an_attribute_out_of_range_is_malformed(channel: grpc.Channel) -> None:
+    spoils: dict[str, Callable[[Any], None]] = {
+        "level": lambda message: setattr(message, "level", 128),
+        "sizes": lambda message: message.sizes.values.extend([0] * 1024),
+        "weights": lambda message: message.weights.values.extend([0.0] * 1024),
+        "mask_optional": lambda message: message.mask_optional.values.extend([True] * 1024),
+        "alpha": lambda message: setattr(message.alpha, "value", b"123"),
+        "mode": lambda message: setattr(message, "mode", "a\0b"),
+        "mode_optional": lambda message: setattr(message, "mode_optional", "x" * 4097),
+    }
+    for name, spoil in spoils.items():
+        message = request(SYNTHETIC.build())
+        spoil(message)
+        for act in three_ways(channel, message):
+            refused(act, name)
 
 
 def test_a_string_that_is_no_utf8_is_malformed(channel: grpc.Channel) -> None:
@@ -252,9 +240,9 @@ def test_the_client_converts_what_it_is_given(client: Any) -> None:
     check(made, {"scaled": answer.scaled, "seen": answer.seen})
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "error"),
-    [
+def test_the_client_names_what_is_wrong(client: Any) -> None:
+    made = fill(SYNTHETIC, SYNTHETIC.build())
+    wrong: list[tuple[str, Any, type[Exception]]] = [
         ("level", 128, MalformedRequest),
         ("seed", -1, MalformedRequest),
         ("weights", (1e39,), MalformedRequest),
@@ -262,12 +250,10 @@ def test_the_client_converts_what_it_is_given(client: Any) -> None:
         ("mode_optional", "\0", MalformedRequest),
         ("mode", "median", InvalidOperand),
         ("factor", None, TypeError),
-    ],
-)
-def test_the_client_names_what_is_wrong(client: Any, name: str, value: Any, error: type[Exception]) -> None:
-    made = fill(SYNTHETIC, SYNTHETIC.build())
-    with pytest.raises(error, match=f"synthetic: {name}: found .*; expected "):
-        client.synthetic(**{**made.arrays, **made.call.attrs, name: value})
+    ]
+    for name, value, error in wrong:
+        with pytest.raises(error, match=f"synthetic: {name}: found .*; expected "):
+            client.synthetic(**{**made.arrays, **made.call.attrs, name: value})
 
 
 def test_the_server_lists_the_operator_and_no_other(client: Any) -> None:
