@@ -68,6 +68,16 @@ def tested(request: pytest.FixtureRequest, libraries: Path) -> Path:
     return path
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave later turns to the best variant."""
+    items[:] = [item for item in items if not _is_later_turn_of_another_variant(item)]
+
+
+def _is_later_turn_of_another_variant(item: pytest.Item) -> bool:
+    params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+    return bool(params.get("turn")) and params.get("tested", VARIANTS[0]) != VARIANTS[0]
+
+
 @pytest.fixture
 def library(tested: Path) -> Path:
     """Library of each variant in turn, for this process to load."""
