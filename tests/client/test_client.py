@@ -94,15 +94,6 @@ def test_python_itself_says_what_is_no_call(plain: Client) -> None:
         plain.group_norm_backward(np.zeros(3))  # type: ignore[call-arg]
 
 
-def test_modes_by_name_are_modes_by_number(plain: Client) -> None:
-    call = sample("grid_sampler_2d_backward")
-    named = plain.grid_sampler_2d_backward(
-        **given(call, interpolation_mode="nearest", padding_mode="reflection")
-    )
-    numbered = plain.grid_sampler_2d_backward(**given(call, interpolation_mode=1, padding_mode=2))
-    assert named.input_grad.tobytes() == numbered.input_grad.tobytes()
-
-
 # ------------------------------------------------------------------------------------ documented codes
 
 

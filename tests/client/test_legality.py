@@ -107,8 +107,14 @@ def test_floyd_attention_refused(change: Any, cls: Any, operand: str) -> None:
     assert operand in refused.value.violations[0].operands
 
 
-def test_it_needs_neither_of_the_two_libraries() -> None:
-    program = "import sys, npugrad_client._legality; print({'torch', 'jax'} & set(sys.modules))"
+def test_it_needs_neither_of_the_two_libraries_and_nor_does_a_client() -> None:
+    program = """
+import sys
+import numpy as np
+import npugrad_client._legality
+assert not npugrad_client._arrays.is_torch(np.zeros(2))
+print({"torch", "jax"} & set(sys.modules))
+"""
     run = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
     )

@@ -1,4 +1,4 @@
-"""Retries by themselves: what follows on what, and which server gets a try, on a clock that the test moves."""
+"""Retries by themselves: what follows on what, and which server gets a try, on a clock of ours."""
 
 from __future__ import annotations
 
