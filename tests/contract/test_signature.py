@@ -1,35 +1,29 @@
-"""What a signature has of a request, what it leaves out, and which requests have none."""
+"""What a signature has of a request and leaves out, which requests have none, and that protobuf agrees."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-from tests.signatures import (
-    NORM,
-    SEED,
-    in_region,
-    is_plain,
-    key,
-    norm,
-    of_recipes,
-    read,
-    reader,
-    request,
-    stripped,
-)
+from google.protobuf.message import DecodeError
+from hypothesis import example, given
+from hypothesis import strategies as st
+from tests.derived import told
+from tests.operators import GROUP_NORM as NORM
 from tests.synthetic.record import REGISTRY as SYNTHETIC
 
+from npugrad import codec
 from npugrad.call import CallOptions
+from npugrad.generators import Draw
 from npugrad.meta import CallMeta
 from npugrad.operator import OpRecord
 from npugrad.products import Product
+from npugrad.recipe import Recipe
 from npugrad.registry import REGISTRY, Registry
-from npugrad.signature import MAX_KEY_BYTES, SignatureReader
+from npugrad.signature import MAX_KEY_BYTES, Signature, SignatureReader
 from npugrad.varint import encode_varint
 
-A2 = Product.ATLAS_A2
-OTHER_SEED = 2**64 - 1
+SEED, OTHER_SEED = 7, 2**64 - 1
 UNKNOWN = {
     "a number": b"\x88\x3f\x05",
     "eight bytes": b"\x89\x3f" + bytes(8),
@@ -38,51 +32,128 @@ UNKNOWN = {
     "four bytes": b"\x8d\x3f" + bytes(4),
 }
 """A field of each wire type with the number 1009, which no message has."""
+_READERS = {
+    message.DESCRIPTOR.full_name: SignatureReader(message.DESCRIPTOR, "unary")
+    for registry in (REGISTRY, SYNTHETIC)
+    for message in registry.requests.values()
+}
 
 
-def _samples() -> list[Any]:
-    return [
-        pytest.param(registry, record, sample.call, id=f"{record.name}-{sample.name}")
-        for registry in (REGISTRY, SYNTHETIC)
-        for record in registry.records.values()
-        for sample in record.samples(A2)
-    ]
+def reader(message: type[Any]) -> SignatureReader:
+    """The reader of a request."""
+    return _READERS[message.DESCRIPTOR.full_name]
 
 
-@pytest.mark.parametrize(("registry", "record", "call"), _samples())
-def test_of_a_call_of_any_operator_only_contents_label_and_priority_are_left_out(
-    registry: Registry, record: OpRecord, call: CallMeta
-) -> None:
-    first = request(record, call, registry=registry)
-    second = request(
-        record, call, b"\xff", registry=registry, options=CallOptions(label="somebody", priority=-100)
+def read(message: Any) -> Signature | None:
+    return reader(type(message)).read(message.SerializeToString())
+
+
+def is_plain(message: Any) -> bool:
+    return reader(type(message)).is_plain(message.SerializeToString())
+
+
+def key(message: Any) -> bytes:
+    found = read(message)
+    assert found is not None
+    return found.key
+
+
+def stripped(message: Any) -> Any:
+    """The message with nothing in it that a signature leaves out."""
+    bare = type(message)()
+    bare.CopyFrom(message)
+    bare.options.label, bare.options.priority = "", 0
+    if not bare.options.ByteSize():
+        bare.ClearField("options")
+    for field, tensor in bare.ListFields():
+        if field.message_type is None or field.message_type.name != "Tensor":
+            continue
+        tensor.padding = b""
+        kind = tensor.WhichOneof("content")
+        if kind == "data":
+            tensor.data = bytes(len(tensor.data))
+        elif kind == "recipe":
+            tensor.recipe.seed, tensor.recipe.digest = 0, b""
+        elif kind == "region":
+            tensor.region.name, tensor.region.offset = "", 0
+    return bare
+
+
+def contents(call: CallMeta, fill: bytes) -> dict[str, memoryview]:
+    return {n: memoryview(fill * m.content_bytes) for n, m in call.inputs.items() if m is not None}
+
+
+def request(
+    record: OpRecord, call: CallMeta, fill: bytes = b"\0", registry: Registry = REGISTRY, **more: Any
+) -> Any:
+    made, _ = codec.encode_request(
+        call.inputs, contents(call, fill), record, call.attrs, call.outputs, registry=registry, **more
     )
+    return made
+
+
+def norm(**more: Any) -> Any:
+    return request(NORM, NORM.build(), **more)
+
+
+def of_recipes(seed: int = SEED, digest: bytes = b"") -> Any:
+    call = NORM.build()
+    metas = {name: meta for name, meta in call.inputs.items() if meta is not None}
+    made = {n: Recipe.of(Draw("uniform", (0.5, 2.0), 3), m, seed, digest) for n, m in metas.items()}
+    return codec.encode_request(call.inputs, made, NORM, call.attrs)[0]
+
+
+def announced(nbytes: int = 3) -> Any:
+    message = norm()
+    message.input.chunked_bytes = nbytes
+    return message
+
+
+def in_region(name: str = "r", offset: int = 0, byte_size: int = 8) -> Any:
+    message = norm()
+    message.input.region.name, message.input.region.offset = name, offset
+    message.input.region.byte_size = byte_size
+    return message
+
+
+EACH = pytest.mark.parametrize(
+    ("registry", "record"),
+    [pytest.param(r, s, id=s.name) for r in (REGISTRY, SYNTHETIC) for s in r.records.values()],
+)
+
+
+@EACH
+def test_only_contents_label_and_priority_are_left_out(registry: Registry, record: OpRecord) -> None:
+    keys: dict[bytes, CallMeta] = {}
+    for sample in record.samples(Product.ATLAS_A2):
+        with told(sample.name):
+            key_of_both = check_what_is_left_out(registry, record, sample.call)
+            # Calls that differ share no key.
+            assert key_of_both is None or keys.setdefault(key_of_both, sample.call) == sample.call
+
+
+def check_what_is_left_out(registry: Registry, record: OpRecord, call: CallMeta) -> bytes | None:
+    options = CallOptions(label="somebody", priority=-100)
+    first = request(record, call, registry=registry)
+    second = request(record, call, b"\xff", registry=registry, options=options)
     found, same = read(first), read(second)
     assert is_plain(first)
     assert is_plain(second)
     if found is None:  # the longest attributes there are
         assert same is None
         assert len(stripped(first).SerializeToString()) > MAX_KEY_BYTES
-        return
+        return None
     assert same is not None
     assert found.key == same.key
     assert "options" not in found.taken
-    options = same.taken.pop("options")
-    assert bytes(options["label"]) == b"somebody"
-    assert options["priority"] == 2**64 - 100
+    taken_options = same.taken.pop("options")
+    assert bytes(taken_options["label"]) == b"somebody"
+    assert taken_options["priority"] == 2**64 - 100
     for taken, message in ((found.taken, first), (same.taken, second)):
         assert {name: bytes(each["data"]) for name, each in taken.items()} == {
             name: getattr(message, name).data for name, meta in call.inputs.items() if meta is not None
         }
-
-
-@pytest.mark.parametrize(("registry", "record", "call"), _samples())
-def test_calls_that_differ_share_no_key(registry: Registry, record: OpRecord, call: CallMeta) -> None:
-    own = read(request(record, call, registry=registry))
-    for sample in record.samples(A2):
-        other = read(request(record, sample.call, registry=registry))
-        if own and other and own.key == other.key:
-            assert sample.call == call
+    return found.key
 
 
 def test_options_but_label_and_priority_are_in_the_key() -> None:
@@ -162,21 +233,18 @@ def test_contents_are_views_and_a_request_may_stand_at_the_end_of_something_else
     assert not reader(type(message)).is_plain(data, 5)
 
 
-@pytest.mark.parametrize("extra", UNKNOWN.values(), ids=UNKNOWN)
 @pytest.mark.parametrize("where", ["request", "options", "tensor", "meta", "recipe", "declared", "array"])
-def test_unknown_fields_are_for_the_general_way(where: str, extra: bytes) -> None:
-    message = of_recipes()
-    message.options.verify = True
-    message.grad_input.SetInParent()
-    parts = {"request": message, "options": message.options, "tensor": message.mean}
-    parts |= {"meta": message.mean.meta, "recipe": message.mean.recipe}
-    parts |= {"declared": message.grad_input, "array": message.output_mask}
-    assert is_plain(message)
-    parts[where].MergeFromString(extra)
-    assert read(message) is None or not is_plain(message)
-
-
-def test_ten_thousand_unknown_fields_are_for_the_general_way() -> None:
+def test_unknown_fields_are_for_the_general_way(where: str) -> None:
+    for kind, extra in UNKNOWN.items():
+        message = of_recipes()
+        message.options.verify = True
+        message.grad_input.SetInParent()
+        parts = {"request": message, "options": message.options, "tensor": message.mean}
+        parts |= {"meta": message.mean.meta, "recipe": message.mean.recipe}
+        parts |= {"declared": message.grad_input, "array": message.output_mask}
+        assert is_plain(message)
+        parts[where].MergeFromString(extra)
+        assert read(message) is None or not is_plain(message), kind
     message = norm()
     message.MergeFromString(UNKNOWN["a number"] * 10_000)
     assert read(message) is None
@@ -186,78 +254,64 @@ def _delimited(number: int, data: bytes) -> bytes:
     return encode_varint(number << 3 | 2) + encode_varint(len(data)) + data
 
 
-def assert_general(message: Any, data: bytes) -> None:
+TWICE = {
+    "attribute": b"\x38\x02",
+    "operand": _delimited(2, norm().grad_out.SerializeToString()),
+    "options": _delimited(1, b"\x08\x01") * 2,
+    "label": _delimited(1, b"\x1a\x01a\x1a\x01b"),
+    "priority": _delimited(1, b"\x10\x01\x10\x01"),
+    "deterministic": _delimited(1, b"\x08\x01\x08\x01"),
+    "declared": _delimited(13, b"") * 2,
+}
+"""Behind a request: what is there already, or comes twice."""
+TWICE_INSIDE = {
+    "meta": b"\x0a\x02\x08\x01\x0a\x02\x08\x01",
+    "data": b"\x12\x01a\x12\x01b",
+    "two arms": b"\x12\x01a\x18\x01",
+    "length": b"\x18\x01\x18\x01",
+    "padding": b"\x7a\x01a\x7a\x01a",
+    "recipe": b"\x2a\x02\x10\x01\x2a\x02\x10\x02",
+    "seed": b"\x2a\x04\x10\x01\x10\x02",
+    "type": b"\x0a\x04\x08\x01\x08\x01",
+    "shape": b"\x0a\x06\x12\x01\x01\x12\x01\x01",
+    "shape not packed": b"\x0a\x02\x10\x01",
+}
+"""An operand."""
+LONG_NUMBERS = {
+    "of an attribute": b"\x38\x82\x00",
+    "tag": b"\xb8\x00\x02",
+    "length of an operand": b"\x22\x82\x00\x0a\x00",
+    "length in an operand": b"\x22\x03\x0a\x80\x00",
+    "type of an operand": b"\x22\x05\x0a\x03\x08\x81\x00",
+    "shape of an operand": b"\x22\x06\x0a\x04\x12\x02\x81\x00",
+    "of a priority": b"\x0a\x03\x10\x81\x00",
+}
+"""In more bytes than they need."""
+
+
+def test_other_ways_to_write_a_request_are_for_the_general_way() -> None:
     """Bytes that protobuf takes, and that no plan may be made by."""
-    type(message).FromString(data)
-    found = reader(type(message))
-    assert found.read(data) is None or not found.is_plain(data)
+    without_mean, without_both = norm(), norm()
+    for message, names in ((without_mean, ("mean",)), (without_both, ("mean", "n"))):
+        for name in names:
+            message.ClearField(name)
+    tails = {name: (norm(), tail) for name, tail in TWICE.items()}
+    tails |= {name: (without_mean, _delimited(4, inner)) for name, inner in TWICE_INSIDE.items()}
+    tails |= {name: (without_both, tail) for name, tail in LONG_NUMBERS.items()}
+    assert len(tails) == 24
+    for name, (message, tail) in tails.items():
+        data = message.SerializeToString() + tail
+        type(message).FromString(data)
+        found = reader(type(message))
+        assert found.read(data) is None or not found.is_plain(data), name
 
 
-@pytest.mark.parametrize(
-    "twice",
-    [
-        pytest.param(lambda m: b"\x38\x02", id="attribute"),
-        pytest.param(lambda m: _delimited(2, m.grad_out.SerializeToString()), id="operand"),
-        pytest.param(lambda m: _delimited(1, b"\x08\x01") + _delimited(1, b"\x08\x01"), id="options"),
-        pytest.param(lambda m: _delimited(1, b"\x1a\x01a\x1a\x01b"), id="label"),
-        pytest.param(lambda m: _delimited(1, b"\x10\x01\x10\x01"), id="priority"),
-        pytest.param(lambda m: _delimited(1, b"\x08\x01\x08\x01"), id="deterministic"),
-        pytest.param(lambda m: _delimited(13, b"") + _delimited(13, b""), id="declared"),
-    ],
-)
-def test_fields_that_come_twice_are_for_the_general_way(twice: Any) -> None:
-    message = norm()
-    data = message.SerializeToString() + twice(message)
-    assert_general(message, data)
-
-
-@pytest.mark.parametrize(
-    "inner",
-    [
-        pytest.param(b"\x0a\x02\x08\x01\x0a\x02\x08\x01", id="meta"),
-        pytest.param(b"\x12\x01a\x12\x01b", id="data"),
-        pytest.param(b"\x12\x01a\x18\x01", id="two arms"),
-        pytest.param(b"\x18\x01\x18\x01", id="length"),
-        pytest.param(b"\x7a\x01a\x7a\x01a", id="padding"),
-        pytest.param(b"\x2a\x02\x10\x01\x2a\x02\x10\x02", id="recipe"),
-        pytest.param(b"\x2a\x04\x10\x01\x10\x02", id="seed"),
-        pytest.param(b"\x0a\x04\x08\x01\x08\x01", id="type"),
-        pytest.param(b"\x0a\x06\x12\x01\x01\x12\x01\x01", id="shape"),
-        pytest.param(b"\x0a\x02\x10\x01", id="shape not packed"),
-    ],
-)
-def test_what_comes_twice_in_an_operand_is_for_the_general_way(inner: bytes) -> None:
-    message = norm()
-    message.ClearField("mean")
-    data = message.SerializeToString() + _delimited(4, inner)
-    assert_general(message, data)
-
-
-@pytest.mark.parametrize(
-    "tail",
-    [
-        pytest.param(b"\x38\x82\x00", id="attribute"),
-        pytest.param(b"\xb8\x00\x02", id="tag"),
-        pytest.param(b"\x22\x82\x00\x0a\x00", id="length of an operand"),
-        pytest.param(b"\x22\x03\x0a\x80\x00", id="length in an operand"),
-        pytest.param(b"\x22\x05\x0a\x03\x08\x81\x00", id="type"),
-        pytest.param(b"\x22\x06\x0a\x04\x12\x02\x81\x00", id="shape"),
-        pytest.param(b"\x0a\x03\x10\x81\x00", id="priority"),
-    ],
-)
-def test_numbers_in_more_bytes_than_they_need_are_for_the_general_way(tail: bytes) -> None:
-    message = norm()
-    message.ClearField("mean")
-    message.ClearField("n")
-    data = message.SerializeToString() + tail
-    assert_general(message, data)
-
-
-@pytest.mark.parametrize(
-    "data", [b"\x12", b"\x12\x05", b"\x12\x05\x12\x02ab", b"\x12\x04\x12\x03ab", b"\x12\x80", b"\0", b"\x38"]
-)
-def test_lengths_that_lie_are_for_the_general_way(data: bytes) -> None:
-    assert reader(REGISTRY.requests[NORM.name]).read(data) is None
+def test_lengths_that_lie_are_for_the_general_way() -> None:
+    for data in (
+        *(b"\x12", b"\x12\x05", b"\x12\x05\x12\x02ab", b"\x12\x04\x12\x03ab"),
+        *(b"\x12\x80", b"\0", b"\x38"),
+    ):
+        assert reader(REGISTRY.requests[NORM.name]).read(data) is None, data
 
 
 def test_long_keys_are_for_the_general_way() -> None:
@@ -267,3 +321,91 @@ def test_long_keys_are_for_the_general_way() -> None:
     message.output_mask.ClearField("values")
     message.output_mask.values.extend([True] * (MAX_KEY_BYTES - len(key(message))))
     assert read(message) is None
+
+
+# Against protobuf: what shares a signature decodes alike, apart from what a signature leaves out.
+
+
+def _plain_messages() -> list[Any]:
+    labelled = norm(options=CallOptions(deterministic=True, priority=-3, label="abc", verify=True))
+    declared = NORM.build().with_outputs(grad_input=None, grad_gamma=NORM.build().inputs["gamma"])
+    synthetic = SYNTHETIC.records["synthetic"]
+    return [
+        norm(),
+        labelled,
+        of_recipes(digest=b"d" * 32),
+        announced(),
+        in_region(),
+        request(NORM, declared),
+        request(synthetic, synthetic.build(), registry=SYNTHETIC),
+    ]
+
+
+PLAIN_MESSAGES = _plain_messages()
+
+
+def _compare(message: Any, data: bytes) -> None:
+    """What shares the signature of a message decodes alike."""
+    found = reader(type(message))
+    signature = found.read(data)
+    if signature is None or signature.key != key(message):
+        return
+    assert found.is_plain(data)
+    decoded = type(message).FromString(data)
+    assert stripped(decoded) == stripped(message)
+    for name, taken in signature.taken.items():
+        for field, value in taken.items():
+            known = getattr(getattr(decoded, name), field)
+            if isinstance(value, memoryview):
+                assert bytes(value) == (known if isinstance(known, bytes) else known.encode())
+
+
+def test_a_change_of_any_byte_gives_another_key_or_the_general_way_or_was_of_what_is_left_out() -> None:
+    for message in PLAIN_MESSAGES:
+        data = message.SerializeToString()
+        for at in range(len(data)):
+            for change in (1, 0x80, 0xFF):
+                _compare_parsed(message, data[:at] + bytes([data[at] ^ change]) + data[at + 1 :])
+
+
+def _compare_parsed(message: Any, data: bytes) -> None:
+    """As `_compare`; a label that is no UTF-8 is the only thing that protobuf knows better."""
+    try:
+        type(message).FromString(data)
+    except DecodeError:
+        signature = reader(type(message)).read(data)
+        if signature is not None and signature.key == key(message):
+            taken = signature.taken
+            texts = [bytes(each[f]) for each in taken.values() for f in ("label",) if f in each]
+            texts += [bytes(each["region"]["name"]) for each in taken.values() if "region" in each]
+            assert any(not _is_text(text) for text in texts)
+        return
+    _compare(message, data)
+
+
+def _is_text(data: bytes) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+@given(st.data())
+def test_what_shares_a_signature_decodes_alike(data: st.DataObject) -> None:
+    """Pieces of two requests, cut, doubled and swapped."""
+    message = data.draw(st.sampled_from(PLAIN_MESSAGES))
+    mutated = bytearray(message.SerializeToString())
+    for _ in range(data.draw(st.integers(1, 4))):
+        start, stop = sorted(data.draw(st.tuples(*[st.integers(0, len(mutated))] * 2)))
+        piece = data.draw(st.sampled_from([b"", bytes(mutated[start:stop]) * 2]) | st.binary(max_size=6))
+        mutated[start:stop] = piece
+    _compare_parsed(message, bytes(mutated))
+
+
+@given(st.binary(max_size=64))
+@example(b"")
+def test_any_bytes_are_read_or_left_to_the_general_way(data: bytes) -> None:
+    found = reader(REGISTRY.requests[NORM.name])
+    found.read(data)
+    found.is_plain(data)
