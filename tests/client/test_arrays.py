@@ -54,75 +54,58 @@ def same_memory(left: Array, right: Array) -> bool:
     return bool(np.shares_memory(left, right))
 
 
+def packed(value: Any) -> tuple[TensorMeta, memoryview]:
+    """Meta and content of an operand with data."""
+    meta, content = _arrays.pack(_arrays.to_numpy(value, "op", "x"))
+    assert content is not None
+    return meta, content
+
+
 # -------------------------------------------------------------------------------------- what goes in
 
 
-@pytest.mark.parametrize("dtype", DATA_DTYPES, ids=str)
-def test_every_type_that_travels_keeps_its_memory(dtype: DType) -> None:
-    array = np.zeros((3, 4), dtype.numpy)
-    assert same_memory(_arrays.to_numpy(array, "op", "x"), array)
-    meta, content = _arrays.pack(array)
-    assert (meta.dtype, meta.shape) == (dtype, (3, 4))
-    assert content is not None
-    assert content.nbytes == 12 * dtype.itemsize
+def test_every_type_that_travels_keeps_its_memory() -> None:
+    for dtype in DATA_DTYPES:
+        array = np.zeros((3, 4), dtype.numpy)
+        assert same_memory(_arrays.to_numpy(array, "op", "x"), array)
+        meta, content = packed(array)
+        assert (meta.dtype, meta.shape, content.nbytes) == (dtype, (3, 4), 12 * dtype.itemsize)
 
 
-@pytest.mark.parametrize("kind", [OnlyArray, OnlyDLPack])
-def test_protocols_give_their_memory(kind: Any) -> None:
+def test_protocols_give_their_memory() -> None:
     array = np.arange(6, dtype=np.float32).reshape(2, 3).T
-    found = _arrays.to_numpy(kind(array), "op", "x")
-    assert same_memory(found, array)
-    np.testing.assert_array_equal(found, array)
+    for kind in (OnlyArray, OnlyDLPack):
+        found = _arrays.to_numpy(kind(array), "op", "x")
+        assert same_memory(found, array)
+        np.testing.assert_array_equal(found, array)
 
 
-def test_numpy_scalars_are_tensors_of_rank_0() -> None:
-    meta, content = _arrays.pack(_arrays.to_numpy(np.float32(1.5), "op", "x"))
-    assert meta == TensorMeta("float32", ())
-    assert content is not None
-    assert bytes(content) == np.float32(1.5).tobytes()
+def test_scalars_misaligned_arrays_big_endian_ones_and_nan_payloads_arrive_whole() -> None:
+    meta, content = packed(np.float32(1.5))
+    assert (meta, bytes(content)) == (TensorMeta("float32", ()), np.float32(1.5).tobytes())
+    misaligned = np.ndarray((5,), "<f4", bytearray(1 + 5 * 4), 1)
+    misaligned[...] = np.arange(5)
+    assert not misaligned.flags.aligned
+    np.testing.assert_array_equal(layout.view(*packed(misaligned)), np.arange(5))
+    for code in (">f4", ">f2", ">f8", ">i8", ">u2"):
+        array = np.arange(6).reshape(2, 3).astype(code)
+        meta, content = packed(array)
+        assert bytes(content) == array.astype(code.replace(">", "<")).tobytes()
+        np.testing.assert_array_equal(layout.view(meta, content), array)
+    bits_of_all = np.arange(2**16, dtype=np.uint16)
+    meta, content = packed(bits_of_all.view(ml_dtypes.bfloat16))
+    assert (meta.dtype, bytes(content)) == (DType.BFLOAT16, bits_of_all.tobytes())
 
 
-def test_a_misaligned_array_arrives_whole() -> None:
-    raw = bytearray(1 + 5 * 4)
-    array = np.ndarray((5,), "<f4", raw, 1)
-    array[...] = np.arange(5)
-    assert not array.flags.aligned
-    meta, content = _arrays.pack(_arrays.to_numpy(array, "op", "x"))
-    assert content is not None
-    np.testing.assert_array_equal(layout.view(meta, content), np.arange(5))
-
-
-@pytest.mark.parametrize("code", [">f4", ">f2", ">f8", ">i8", ">u2"])
-def test_big_endian_values_travel_little_endian(code: str) -> None:
-    array = np.arange(6).reshape(2, 3).astype(code)
-    meta, content = _arrays.pack(_arrays.to_numpy(array, "op", "x"))
-    assert content is not None
-    assert bytes(content) == array.astype(code.replace(">", "<")).tobytes()
-    np.testing.assert_array_equal(layout.view(meta, content), array)
-
-
-def test_bfloat16_travels_bit_for_bit_with_nan_payloads() -> None:
-    bits = np.arange(2**16, dtype=np.uint16)
-    meta, content = _arrays.pack(_arrays.to_numpy(bits.view(ml_dtypes.bfloat16), "op", "x"))
-    assert meta.dtype is DType.BFLOAT16
-    assert content is not None
-    assert bytes(content) == bits.tobytes()
-
-
-@pytest.mark.parametrize(
-    ("array", "dtype"),
-    [
-        (np.zeros(3, np.complex64), DType.COMPLEX64),
-        (np.zeros(3, np.complex128), DType.COMPLEX128),
-        (np.zeros(3, ml_dtypes.float8_e5m2), DType.FLOAT8_E5M2),
-        (np.zeros(3, ml_dtypes.int4), DType.INT4),
-    ],
-    ids=["complex64", "complex128", "float8_e5m2", "int4"],
-)
-def test_a_type_without_data_is_described_so_that_the_server_can_refuse_it(
-    array: Array, dtype: DType
-) -> None:
-    assert _arrays.pack(_arrays.to_numpy(array, "op", "x")) == (TensorMeta(dtype, (3,)), None)
+def test_a_type_without_data_is_described_so_that_the_server_can_refuse_it() -> None:
+    for kind, dtype in (
+        (np.complex64, DType.COMPLEX64),
+        (np.complex128, DType.COMPLEX128),
+        (ml_dtypes.float8_e5m2, DType.FLOAT8_E5M2),
+        (ml_dtypes.int4, DType.INT4),
+    ):
+        found = _arrays.pack(_arrays.to_numpy(np.zeros(3, kind), "op", "x"))
+        assert found == (TensorMeta(dtype, (3,)), None)
 
 
 REFUSED = {
@@ -130,9 +113,9 @@ REFUSED = {
     "float": (1.0, "found float; expected"),
     "int": (3, "found int; expected"),
     "bytes": (b"abc", "found bytes; expected"),
-    "string": ("abc", "found str; expected"),
+    "string": ("secret", "found str; expected"),
     "object": (np.array([object()]), "dtype object"),
-    "text": (np.array(["a"]), "dtype <U1"),
+    "text": (np.array(["secret"]), "dtype <U6"),
     "raw": (np.zeros(2, "V2"), r"dtype \|V2"),
     "records": (np.zeros(2, [("a", "<f4")]), "dtype"),
     "datetime": (np.array(["2020"], "M8[Y]"), "dtype datetime64"),
@@ -145,8 +128,9 @@ REFUSED = {
 
 @pytest.mark.parametrize(("value", "message"), REFUSED.values(), ids=REFUSED)
 def test_what_is_no_operand_is_a_type_error_that_names_it(value: Any, message: str) -> None:
-    with pytest.raises(TypeError, match=f"^group_norm_backward: gamma: .*{message}"):
+    with pytest.raises(TypeError, match=f"^group_norm_backward: gamma: .*{message}") as caught:
         _arrays.to_numpy(value, "group_norm_backward", "gamma")
+    assert "secret" not in str(caught.value), "its content"
 
 
 @pytest.mark.skipif(not hasattr(np, "dtypes") or not hasattr(np.dtypes, "StringDType"), reason="NumPy 2")
@@ -154,12 +138,6 @@ def test_a_string_type_of_numpy_2_is_a_type_error_as_well() -> None:
     text = np.array(["a"], np.dtypes.StringDType())
     with pytest.raises(TypeError, match="op: x: found dtype StringDType"):
         _arrays.to_numpy(text, "op", "x")
-
-
-def test_messages_never_hold_contents() -> None:
-    with pytest.raises(TypeError) as caught:
-        _arrays.to_numpy(np.array(["secret"]), "op", "x")
-    assert "secret" not in str(caught.value)
 
 
 # ------------------------------------------------------------------------------------------- layouts
@@ -194,8 +172,7 @@ def bits(array: Array) -> bytes:
 def test_any_layout_comes_back_bit_for_bit_from_anywhere_in_a_buffer(
     array: Array, offset: int, missing: int
 ) -> None:
-    meta, content = _arrays.pack(array)
-    assert content is not None
+    meta, content = packed(array)
     assert content.nbytes == meta.content_bytes <= array.nbytes
     assert content.readonly
     back = layout.view(meta, content)
@@ -207,19 +184,12 @@ def test_any_layout_comes_back_bit_for_bit_from_anywhere_in_a_buffer(
             layout.view(meta, content[: -min(missing, content.nbytes)])
 
 
-def test_dense_layouts_travel_without_a_copy() -> None:
+def test_dense_layouts_travel_without_a_copy_and_an_expanded_one_as_one_element() -> None:
     base = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
-    for array in (base, base.T, base.transpose(1, 2, 0), base[1], base[:, :1]):
-        _, content = _arrays.pack(array)
-        assert content is not None
-        if array.size == base.size or array.flags.c_contiguous:
-            assert same_memory(np.frombuffer(content, np.uint8), base)
-
-
-def test_an_expanded_array_travels_as_one_element() -> None:
-    meta, content = _arrays.pack(np.broadcast_to(np.float32(1), (2**20, 2**20)))
+    for array in (base, base.T, base.transpose(1, 2, 0), base[1]):
+        assert same_memory(np.frombuffer(packed(array)[1], np.uint8), base)
+    meta, content = packed(np.broadcast_to(np.float32(1), (2**20, 2**20)))
     assert meta == TensorMeta("float32", (2**20, 2**20), strides=(0, 0))
-    assert content is not None
     assert content.nbytes == 4
 
 

@@ -71,7 +71,7 @@ def test_modes_go_by_name_or_number_masks_as_sequences_and_every_int64_travels(
     assert call.attrs[name] == expected
 
 
-MALFORMED = {
+MALFORMED: dict[str, tuple[list[Any], str]] = {
     "interpolation_mode": (["bicubic"], r"found 'bicubic'; expected .*'nearest'"),
     "align_corners": ([1, "true", (0, 1)], "found .*; expected True or False"),
     "output_mask": (

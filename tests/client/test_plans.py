@@ -1,4 +1,7 @@
-"""Calls by plan: sent and answered as without one, byte for byte, and kept only where that is certain."""
+"""Calls by plan: sent and answered as without one, byte for byte, and kept only where that is certain.
+
+Two calls share a plan if and only if nothing but contents, label and priority differ.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,7 @@ from npugrad_client._attempt import Attempt
 from npugrad_client._call import Prepared, prepare
 from npugrad_client._frames import open_call
 from npugrad_client._plans import Plans
+from npugrad_client._signature import sign
 from npugrad_client._unary import encode_unary, read_unary
 
 RECORD = OPERATORS["group_norm_backward"]
@@ -94,6 +98,8 @@ def test_a_call_by_plan_is_the_same_bytes_and_its_reply_the_same_arrays(changes:
     assert found.plan is not None
     assert found.request == encode_unary(same)
     assert found.nbytes == same.nbytes
+    if changes is CALLS["not used"]:
+        assert len(found.request) < 4 * 2 * 4 * 4096 + 1000, "what is not used does not travel"
     reply = answer_of(same, 7).SerializeToString()
     got, expected = read_unary(found, reply, HERE), read_unary(same, reply, HERE)
     assert got.info == expected.info
@@ -105,12 +111,6 @@ def test_a_call_by_plan_is_the_same_bytes_and_its_reply_the_same_arrays(changes:
             assert (array.dtype, array.shape, array.tobytes()) == (other.dtype, other.shape, other.tobytes())
             assert array.flags.writeable
             assert array.flags.owndata
-
-
-def test_an_operand_that_is_not_used_does_not_travel_with_a_plan_either() -> None:
-    call = planned(learned(**CALLS["not used"]), **CALLS["not used"])
-    assert call.plan is not None
-    assert len(encode_unary(call)) < 4 * 2 * 4 * 4096 + 1000
 
 
 @pytest.mark.parametrize("record", OPERATORS.values(), ids=list(OPERATORS))
@@ -335,3 +335,98 @@ def test_calls_over_the_wire_are_the_same_again(stream_from_bytes: int) -> None:
         assert not chunks, "small operands travel in the header"
         contents = [np.frombuffer(h.grad_out.data, np.float32)[0] for h in headers]
         assert contents == [0, 1, 2]
+
+
+# ------------------------------------------------------------------------------------------- signatures
+
+
+def key(
+    options: CallOptions | None = None, out: Any = None, product: Product | None = None, **changes: Any
+) -> Any:
+    """What a call shares with those that go by its plan; None where there is nothing."""
+    inputs, attrs = split({**group_norm(), **changes})
+    signature = sign(RECORD, inputs, attrs, out, options or CallOptions(), product)
+    return None if signature is None else signature[0]
+
+
+ARRAY = group_norm()["grad_out"]
+OTHERS: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "true": {"n": True},
+    "a float": {"n": 2.0},
+    "a number of text": {"n": "2"},
+    "minus nothing": {"hxw": -0.0},
+    "nothing": {"hxw": 0.0},
+    "not a number": {"hxw": float("nan")},
+    "mask of numbers": {"output_mask": (1, 1, 1)},
+    "mask that is a list": {"output_mask": [True, True, True]},
+    "no mask": {"output_mask": None},
+    "null": {"gamma": None},
+    "other null": {"rstd": None},
+    "two null": {"gamma": None, "rstd": None},
+    "shape": {"grad_out": ARRAY.reshape(-1)},
+    "rank": {"grad_out": ARRAY[None]},
+    "type": {"grad_out": ARRAY.astype(np.int32)},
+    "width": {"grad_out": ARRAY.astype(np.float64)},
+    "byte order": {"grad_out": ARRAY.astype(">f4")},
+    "transposed": {"grad_out": ARRAY.T},
+    "column-major": {"grad_out": np.asfortranarray(ARRAY)},
+    "expanded": {"grad_out": np.broadcast_to(np.float32(1), ARRAY.shape)},
+    "deterministic": {"options": CallOptions(deterministic=True)},
+    "deterministic by number": {"options": CallOptions(deterministic=1)},  # type: ignore[arg-type]
+    "verified": {"options": CallOptions(verify=True)},
+    "null output": {"out": {"grad_input": None}},
+    "other null output": {"out": {"grad_gamma": None}},
+    "declared": {"out": {"grad_input": TensorMeta("float32", (2, 4, 8))}},
+    "declared with strides": {"out": {"grad_input": TensorMeta("float32", (2, 4, 8), strides=(32, 8, 1))}},
+    "declared in a format": {"out": {"grad_input": TensorMeta("float32", (2, 4, 8), "NCL")}},
+    "filled": {"out": {"grad_input": np.zeros((2, 4, 8), np.float32)}},
+    "filled in another type": {"out": {"grad_input": np.zeros((2, 4, 8), np.float16)}},
+    "for a product": {"product": Product.ATLAS_A2},
+    "for another product": {"product": Product.ATLAS_A3},
+}
+
+
+def test_what_differs_shares_no_signature_and_what_does_not_matter_is_no_part_of_it() -> None:
+    keys = {name: key(**changes) for name, changes in OTHERS.items()}
+    assert None not in keys.values()
+    for name, changes in OTHERS.items():
+        if name != "not a number":
+            assert [other for other, found in keys.items() if found == key(**changes)] == [name]
+    assert key(grad_out=np.full_like(ARRAY, 7)) == key()
+    assert key(options=CallOptions(label="me")) == key(options=CallOptions(priority=3)) == key()
+    other = sign(OPERATORS["layer_norm_backward"], {"input": ARRAY}, {}, None, CallOptions())
+    own = sign(RECORD, {"input": ARRAY}, {}, None, CallOptions())
+    assert None not in (own, other)
+    assert own != other
+
+
+class _Mine(np.ndarray[Any, Any]):
+    """An array with ideas of its own."""
+
+
+UNUSUAL: list[dict[str, Any]] = [
+    {"n": np.int64(2)},
+    {"output_mask": np.array([True, True, True])},
+    {"output_mask": (np.True_, True, True)},
+    {"output_mask": ((True,), True, True)},
+    {"output_mask": (True,) * 5000},
+    {"n": 2**100_000},
+    {"n": b"2"},
+    {"grad_out": ARRAY.view(_Mine)},
+    {"grad_out": np.ma.masked_array(ARRAY)},
+    {"grad_out": ARRAY.tolist()},
+    {"grad_out": Recipe("normal", shape=ARRAY.shape)},
+    {"out": [("grad_input", None)]},
+    {"out": {"grad_input": 3}},
+    {"out": {"grad_input": ARRAY.view(_Mine)}},
+    {"options": CallOptions(deterministic=np.True_)},  # type: ignore[arg-type]
+    {"options": CallOptions(priority=np.int64(0))},  # type: ignore[arg-type]
+    {"options": CallOptions(priority=True)},
+    {"options": CallOptions(label=b"me")},  # type: ignore[arg-type]
+]
+
+
+def test_what_is_unusual_has_none() -> None:
+    for changes in UNUSUAL:
+        assert key(**changes) is None, changes
