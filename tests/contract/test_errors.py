@@ -8,7 +8,6 @@ import inspect
 import pickle
 import re
 from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
@@ -74,17 +73,6 @@ def details(row: ErrorRow, source: str) -> ErrorDetails:
     )
 
 
-def attributes(error: NpugradError) -> dict[str, Any]:
-    return {"args": error.args, **vars(error)}
-
-
-EACH_ROW = [
-    pytest.param(row, source, id=f"{row.reason}-{source}")
-    for row in ERRORS
-    for source in ("validator", "device")
-]
-
-
 def test_the_table_has_every_vendor_code_once_and_none_of_our_own() -> None:
     assert [row.code for row in ERRORS if row.code is not None] == sorted(VENDOR_CODES)
     assert set(BY_CODE) == VENDOR_CODES
@@ -118,33 +106,29 @@ def test_the_grpc_statuses_exist_and_are_those_of_the_design() -> None:
     }
 
 
-@pytest.mark.parametrize(("row", "source"), EACH_ROW)
-def test_every_row_becomes_an_exception_and_keeps_what_it_says(row: ErrorRow, source: str) -> None:
-    error = error_from_details(details(row, source))
-    assert type(error) is error_class(row.reason, source)
-    assert error.row is row
-    assert error.retryable == row.retryable
-    assert str(error) == details(row, source).message
-    assert (error.reason, error.operator, error.request_id) == (row.reason, "group_norm_backward", "r-1")
-    if isinstance(error, TransportError):
-        assert error.retry_after_s == 0.25
-    elif isinstance(error, RequestError):
-        assert error.operand == "gamma"
-    elif isinstance(error, OperatorError):
-        assert (error.code, error.constraint, error.source) == (row.code, "gamma.count", source)
-        assert (error.violations, error.violations_total) == ((VIOLATION,), 7)
-    else:
-        assert row.reason == "INTERNAL"
-
-
-@pytest.mark.parametrize(("row", "source"), EACH_ROW)
-@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
-def test_exceptions_are_picklable_with_all_they_carry(row: ErrorRow, source: str, protocol: int) -> None:
-    error = error_from_details(details(row, source))
-    for twin in (pickle.loads(pickle.dumps(error, protocol)), copy.copy(error), copy.deepcopy(error)):
-        assert type(twin) is type(error)
-        assert attributes(twin) == attributes(error)
-        assert str(twin) == str(error)
+@pytest.mark.parametrize("source", ["validator", "device"])
+def test_every_row_becomes_an_exception_that_can_be_pickled_and_keeps_what_it_says(source: str) -> None:
+    for row in ERRORS:
+        error = error_from_details(details(row, source))
+        assert type(error) is error_class(row.reason, source)
+        assert error.row is row
+        assert error.retryable == row.retryable
+        assert str(error) == details(row, source).message
+        assert (error.reason, error.operator, error.request_id) == (row.reason, "group_norm_backward", "r-1")
+        if isinstance(error, TransportError):
+            assert error.retry_after_s == 0.25
+        elif isinstance(error, RequestError):
+            assert error.operand == "gamma"
+        elif isinstance(error, OperatorError):
+            assert (error.code, error.constraint, error.source) == (row.code, "gamma.count", source)
+            assert (error.violations, error.violations_total) == ((VIOLATION,), 7)
+        else:
+            assert row.reason == "INTERNAL"
+        pickles = (pickle.dumps(error, protocol) for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1))
+        for twin in (*map(pickle.loads, pickles), copy.copy(error), copy.deepcopy(error)):
+            assert type(twin) is type(error)
+            assert {"args": twin.args, **vars(twin)} == {"args": error.args, **vars(error)}
+            assert str(twin) == str(error)
 
 
 def test_codes_of_the_validator_have_classes_and_those_of_a_device_are_device_errors() -> None:
@@ -176,18 +160,14 @@ def test_the_tree_in_the_docstring_is_the_tree() -> None:
 
 
 def test_a_malformed_call_is_also_a_value_error() -> None:
-    with pytest.raises(ValueError, match="found"):
-        raise MalformedTensor("found 1; expected 2", operand="grad_out")
+    assert issubclass(MalformedTensor, ValueError)
     assert not issubclass(OperatorError, ValueError)
 
 
-def test_an_unknown_reason_of_a_newer_server_is_kept() -> None:
-    error = error_from_details(ErrorDetails("SOMETHING_NEW", "text", {"code": "not a number"}))
-    assert type(error) is NpugradError
-    assert (error.reason, error.retryable, str(error)) == ("SOMETHING_NEW", False, "text")
-
-
-def test_details_may_be_missing() -> None:
+def test_details_may_be_unknown_or_missing() -> None:
+    newer = error_from_details(ErrorDetails("SOMETHING_NEW", "text", {"code": "not a number"}))
+    assert type(newer) is NpugradError
+    assert (newer.reason, newer.retryable, str(newer)) == ("SOMETHING_NEW", False, "text")
     error = error_from_details(ErrorDetails("ACLNN_ERR_PARAM_NULLPTR", "text"))
     assert isinstance(error, NullOperand)
     assert (error.code, error.violations, error.violations_total, error.operator) == (None, (), 0, "")

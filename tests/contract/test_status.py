@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
-from google.rpc import code_pb2, error_details_pb2, status_pb2
+from typing import Any
 
-from npugrad.error_table import ERRORS, ErrorRow
+import pytest
+from google.protobuf.descriptor_pb2 import DescriptorProto
+from google.rpc import code_pb2, error_details_pb2, status_pb2
+from hypothesis import given
+from hypothesis import strategies as st
+
+from npugrad.error_table import ERRORS
 from npugrad.errors import (
     ConnectError,
     DeviceError,
@@ -30,6 +35,7 @@ from npugrad.status import (
     encode_status,
     grpc_status_name,
 )
+from npugrad.v1 import errors_pb2
 from npugrad.validation import error_from_verdict, validate_call
 
 
@@ -51,22 +57,22 @@ def _everything_null(record: OpRecord) -> CallMeta:
     )
 
 
-@pytest.mark.parametrize("row", ERRORS, ids=lambda row: row.reason)
-def test_every_reason_comes_back_as_its_class(row: ErrorRow) -> None:
-    cls = error_class(row.reason)
-    error = cls(
-        "group_norm_backward: n: found 1; expected 2", reason=row.reason, operator="group_norm_backward"
-    )
-    if isinstance(error, OperatorError):
-        error.code = row.code
-    back = _over_the_wire(error)
-    assert type(back) is cls
-    assert back.reason == row.reason
-    assert back.operator == "group_norm_backward"
-    assert back.request_id == "request-7"
-    assert back.retryable is row.retryable
-    assert str(back) == str(error)
-    assert code_pb2.Code.Name(encode_status(error).code) == row.grpc_status
+def test_every_reason_comes_back_as_its_class() -> None:
+    for row in ERRORS:
+        cls = error_class(row.reason)
+        error = cls(
+            "group_norm_backward: n: found 1; expected 2", reason=row.reason, operator="group_norm_backward"
+        )
+        if isinstance(error, OperatorError):
+            error.code = row.code
+        back = _over_the_wire(error)
+        assert type(back) is cls
+        assert back.reason == row.reason
+        assert back.operator == "group_norm_backward"
+        assert back.request_id == "request-7"
+        assert back.retryable is row.retryable
+        assert str(back) == str(error)
+        assert code_pb2.Code.Name(encode_status(error).code) == row.grpc_status
 
 
 def test_violations_of_a_call_that_breaks_much_fit_and_the_first_is_whole(record: OpRecord) -> None:
@@ -97,44 +103,31 @@ def test_message_is_printable_ascii() -> None:
     assert ascii_message("x" * 600) == "x" * 509 + "..."
 
 
-def test_retry_delay_travels() -> None:
-    back = _over_the_wire(ServerBusy("o: full", retry_after_s=2.25))
-    assert isinstance(back, ServerBusy)
-    assert back.retry_after_s == 2.25
-    without = _over_the_wire(ServerBusy("o: full"))
-    assert isinstance(without, ServerBusy)
-    assert without.retry_after_s is None
-
-
-def test_operand_of_a_malformed_tensor_travels() -> None:
-    back = _over_the_wire(MalformedTensor("o: mean: found x; expected y", operand="mean"))
-    assert isinstance(back, MalformedTensor)
-    assert back.operand == "mean"
+def test_retry_delay_and_operand_travel() -> None:
+    for delay in (2.25, None):
+        back = _over_the_wire(ServerBusy("o: full", retry_after_s=delay))
+        assert isinstance(back, ServerBusy)
+        assert back.retry_after_s == delay
+    malformed = _over_the_wire(MalformedTensor("o: mean: found x; expected y", operand="mean"))
+    assert isinstance(malformed, MalformedTensor)
+    assert malformed.operand == "mean"
 
 
 @pytest.mark.parametrize(
-    ("code", "status"),
+    ("status", "codes"),
     [
-        (161001, "INTERNAL"),
-        (161002, "INTERNAL"),
-        (561002, "INTERNAL"),
-        (561000, "INTERNAL"),
-        (361001, "INTERNAL"),
-        (561003, "FAILED_PRECONDITION"),
-        (561107, "FAILED_PRECONDITION"),
-        (561108, "FAILED_PRECONDITION"),
-        (561112, "FAILED_PRECONDITION"),
-        (507015, "INTERNAL"),
+        ("INTERNAL", (161001, 161002, 561002, 561000, 361001, 507015)),
+        ("FAILED_PRECONDITION", (561003, 561107, 561108, 561112)),
     ],
 )
-def test_numbers_of_a_device_have_their_own_status(code: int, status: str) -> None:
+def test_numbers_of_a_device_have_their_own_status(status: str, codes: tuple[int, ...]) -> None:
     """After our validator passed, a device's refusal is our bug or the node's, never the caller's."""
-    error = DeviceError("o: device says no", code=code, source="device")
-    assert grpc_status_name(error) == status
-    back = _over_the_wire(error)
-    assert type(back) is DeviceError
-    assert back.code == code
-    assert back.source == "device"
+    for code in codes:
+        error = DeviceError("o: device says no", code=code, source="device")
+        assert grpc_status_name(error) == status
+        back = _over_the_wire(error)
+        assert type(back) is DeviceError
+        assert (back.code, back.source) == (code, "device")
 
 
 def test_operator_that_the_product_lacks_keeps_the_vendor_number() -> None:
@@ -151,23 +144,74 @@ def test_operator_that_the_product_lacks_keeps_the_vendor_number() -> None:
         assert (back.code, back.reason) == (code, "OPERATOR_UNSUPPORTED")
 
 
-@pytest.mark.parametrize(
-    "status",
-    [
-        status_pb2.Status(code=3, message="from a proxy"),
-        status_pb2.Status(code=3, details=[]),
-    ],
-)
-def test_status_of_someone_else_is_not_ours(status: status_pb2.Status) -> None:
+def test_status_of_someone_else_or_of_a_newer_server_is_not_ours() -> None:
+    status = status_pb2.Status(code=3, message="from a proxy")
     assert decode_status(status) is None
     status.details.add().Pack(error_details_pb2.ErrorInfo(reason="QUEUE_FULL", domain="elsewhere.example"))
     assert decode_status(status) is None
-
-
-def test_reason_of_a_newer_server_is_not_guessed() -> None:
     status = encode_status(ConnectError("x"))
     info = error_details_pb2.ErrorInfo()
     status.details[0].Unpack(info)
     info.reason = "FROM_THE_FUTURE"
     status.details[0].Pack(info)
     assert decode_status(status) is None
+
+
+# errors.proto is googleapis' own wire format: what other languages read by it is what was sent.
+
+PEERS: dict[Any, Any] = {
+    errors_pb2.ErrorStatus: status_pb2.Status,
+    errors_pb2.ErrorInfo: error_details_pb2.ErrorInfo,
+    errors_pb2.RetryInfo: error_details_pb2.RetryInfo,
+    errors_pb2.BadRequest: error_details_pb2.BadRequest,
+    errors_pb2.BadRequest.FieldViolation: error_details_pb2.BadRequest.FieldViolation,
+}
+
+TEXT = st.text(max_size=600)
+VIOLATIONS = st.lists(
+    st.builds(Violation, TEXT, st.just(161002), st.lists(TEXT, max_size=3).map(tuple), TEXT, TEXT),
+    max_size=40,
+)
+ANY_ERROR = st.one_of(
+    st.builds(
+        InvalidOperand, TEXT, code=st.just(161002), constraint=TEXT, violations=VIOLATIONS, operator=TEXT
+    ),
+    st.builds(MalformedTensor, TEXT, operand=TEXT, operator=TEXT),
+    st.builds(ServerBusy, TEXT, retry_after_s=st.one_of(st.none(), st.floats(0, 1e6))),
+)
+
+
+def _fields(message: Any) -> dict[str, tuple[Any, ...]]:
+    """Name and what decides the bytes of each field."""
+    declared = DescriptorProto()
+    message.DESCRIPTOR.CopyToProto(declared)
+    return {f.name: (f.number, f.type, f.label, f.type_name.rpartition(".")[2]) for f in declared.field}
+
+
+def test_every_field_is_theirs_and_no_message_is_left_out() -> None:
+    for ours, theirs in PEERS.items():
+        assert _fields(ours).items() <= _fields(theirs).items()
+    names = {message.DESCRIPTOR.full_name for message in PEERS}
+    declared = errors_pb2.DESCRIPTOR.message_types_by_name.values()
+    assert {m.full_name for m in declared} < names
+    nested = {n.full_name for m in declared for n in m.nested_types if not n.GetOptions().map_entry}
+    assert nested == {"npugrad.v1.BadRequest.FieldViolation"}
+
+
+@given(ANY_ERROR)
+def test_what_is_sent_is_read_in_full(error: NpugradError) -> None:
+    sent = encode_status(error, "request-7")
+    read = errors_pb2.ErrorStatus.FromString(sent.SerializeToString())
+    assert (read.code, read.message) == (sent.code, sent.message)
+    assert len(read.details) == len(sent.details)
+    kinds = []
+    for detail, original in zip(read.details, sent.details, strict=True):
+        prefix, _, kind = detail.type_url.rpartition(".")
+        assert prefix == "type.googleapis.com/google.rpc"
+        kinds.append(kind)
+        message = getattr(errors_pb2, kind).FromString(detail.value)
+        theirs = getattr(error_details_pb2, kind).FromString(original.value)
+        message.DiscardUnknownFields()  # there are none: it says the same without them
+        assert getattr(error_details_pb2, kind).FromString(message.SerializeToString()) == theirs
+    assert kinds == [k for k in ("ErrorInfo", "RetryInfo", "BadRequest") if k in kinds]
+    assert kinds[0] == "ErrorInfo"
