@@ -85,15 +85,6 @@ def test_what_is_faster_there_is_sent(client: Client) -> None:
     assert "\nSending saved " in str(mode.summary())
 
 
-def test_each_kind_is_learned_by_itself(client: Client) -> None:
-    mode = remote(client, min_bytes=0, policy="faster")
-    with mode:
-        for x in (torch.randn(2, 8, 5), torch.randn(2, 8, 500), torch.randn(2, 8, 5)):
-            step(x)
-    assert sorted(row.kind for row in mode.summary().costs) == ["float32[2,8,500]", "float32[2,8,5]"]
-    assert calls(mode.summary()) == {(True, ""): 1, (False, MEASURED_HERE): 2}
-
-
 def test_always_is_the_default_and_says_what_it_does_not_know(client: Client) -> None:
     with remote(client, min_bytes=0) as mode:
         for _ in range(2 * TRIALS):
@@ -144,8 +135,3 @@ def test_threads_share_what_is_learned(slow_client: Client) -> None:
     assert len(found) == 40
     assert mode.summary().sent <= TRIALS + 4  # each thread may have one on its way while another learns
     assert mode.summary().sent + mode.summary().local == 40
-
-
-def test_a_policy_that_there_is_not_is_refused(client: Client) -> None:
-    with pytest.raises(ValueError, match=r"^remote: policy: found 'fast'; expected 'always' or 'faster'$"):
-        remote(client, policy="fast")  # type: ignore[arg-type]

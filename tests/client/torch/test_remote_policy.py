@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import linecache
+import os
 import re
+import signal
+import threading
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,19 +18,32 @@ torch = pytest.importorskip("torch")
 
 import torch.nn.functional as F
 from tests.client.torch.agreement import Golden
-from tests.client.torch.models import (
-    Transformer,
-    loss_of_grid_sample,
-    loss_of_group_norm,
-)
+from tests.client.torch.models import Transformer, loss_of_grid_sample, loss_of_group_norm
+from tests.client.torch.test_attentions import operands
+from tests.fix_server import ServerProcess, StartServer
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.checkpoint import checkpoint
 
-from npugrad_client import Client, ConnectError, DeadlineExceeded, InvalidOperand
-from npugrad_client.torch import RemoteWarning, remote
+from npugrad_client import (
+    AsyncClient,
+    Client,
+    ConnectError,
+    DeadlineExceeded,
+    InvalidOperand,
+    RetryPolicy,
+)
+from npugrad_client.torch import (
+    RemoteWarning,
+    drop_in,
+    fused_floyd_attention,
+    multi_scale_deformable_attention,
+    remote,
+)
 
 pytestmark = pytest.mark.torch
 Tensor = Any  # with its own type, each `grad` would have to be shown not to be None
 NOWHERE = "127.0.0.1:1"
+LATER_MS = 60_000
 
 
 @pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
@@ -39,6 +57,7 @@ def test_mixed_types_travel_as_float32_and_come_back(client: Client, low: Any) -
 
 
 def test_autocast(client: Client) -> None:
+    """Around the forward pass, and around backward too."""
     model, x = Transformer(), torch.randn(2, 3, 9, 7)
     out: list[Any] = []
     for context in (remote(client, min_bytes=2**40), remote(client, min_bytes=0)):
@@ -52,10 +71,6 @@ def test_autocast(client: Client) -> None:
     assert mode.summary().as_float32 >= 1
     for one, other in zip(*out, strict=True):
         torch.testing.assert_close(one, other, rtol=5e-2, atol=5e-2)
-
-
-def test_autocast_around_backward_too(client: Client) -> None:
-    model, x = Transformer(), torch.randn(2, 3, 9, 7)
     with torch.autocast("cpu", dtype=torch.bfloat16), remote(client, min_bytes=0) as mode, Golden() as golden:
         model(x).float().square().sum().backward()
     assert golden.compared == mode.summary().sent == 3
@@ -69,38 +84,28 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("make", "operator"), REFUSED.values(), ids=REFUSED)
-def test_what_the_documents_refuse_runs_here_with_one_warning(
+def test_what_the_documents_refuse_runs_here_with_one_warning_or_none_or_is_an_error(
     client: Client, make: Any, operator: str
 ) -> None:
     mode = remote(client, min_bytes=0)
     x, loss = make()
     expected = torch.autograd.grad(loss, x, retain_graph=True)[0]
-    with (
-        mode,
-        pytest.warns(RemoteWarning, match=f"^{operator} runs locally because .* refuses it: ") as said,
-    ):
+    told = f"^{operator} runs locally because .* refuses it: "
+    with mode, pytest.warns(RemoteWarning, match=told) as said:
         [each.backward() for each in (loss, make()[1])]
     assert len(said) == 1
     assert torch.equal(x.grad, expected)
     (row,) = mode.summary().rows
     assert (row.operator, row.is_sent, row.calls) == (operator, False, 2)
     assert "expected" in row.why
-
-
-@pytest.mark.parametrize(("make", "operator"), REFUSED.values(), ids=REFUSED)
-def test_or_raises_the_documented_error_out_of_backward(client: Client, make: Any, operator: str) -> None:
+    with remote(client, min_bytes=0, on_refused="local") as mode:
+        make()[1].backward()
+    assert [(row.operator, row.is_sent) for row in mode.summary().rows] == [(operator, False)]
     with remote(client, min_bytes=0, on_refused="raise") as mode:
         with pytest.raises(InvalidOperand, match=f"^{operator}: "):
             make()[1].backward()
         loss_of_group_norm()[1].backward()  # and goes on
     assert mode.summary().sent == 1
-
-
-@pytest.mark.parametrize(("make", "operator"), REFUSED.values(), ids=REFUSED)
-def test_or_runs_here_without_a_word(client: Client, make: Any, operator: str) -> None:
-    with remote(client, min_bytes=0, on_refused="local") as mode:
-        make()[1].backward()
-    assert [(row.operator, row.is_sent) for row in mode.summary().rows] == [(operator, False)]
 
 
 TensorClass: Any = torch.Tensor
@@ -126,7 +131,7 @@ def subclassed(cls: Any) -> Any:
 
 
 @pytest.mark.parametrize("cls", [Mine, Wrapped])
-def test_subclasses_of_tensors_stay_here_and_are_told_once(client: Client, cls: Any) -> None:
+def test_subclasses_of_tensors_stay_here_and_are_told_once_or_are_an_error(client: Client, cls: Any) -> None:
     told = f"group_norm_backward runs locally .*found a {cls.__name__}; expected a dense array in CPU memory"
     with remote(client, min_bytes=0) as mode, pytest.warns(RemoteWarning, match=told) as said:
         assert not any(subclassed(cls) is None for _ in range(2))
@@ -134,11 +139,22 @@ def test_subclasses_of_tensors_stay_here_and_are_told_once(client: Client, cls: 
     assert [(row.is_sent, row.why, row.calls) for row in mode.summary().rows] == [
         (False, "not dense CPU tensors", 2)
     ]
+    found = pytest.raises(TypeError, match=f"found a {cls.__name__}")
+    with remote(client, min_bytes=0, on_refused="raise"), found:
+        subclassed(cls)
 
 
-def test_or_are_an_error(client: Client) -> None:
-    with remote(client, min_bytes=0, on_refused="raise"), pytest.raises(TypeError, match="found a Mine"):
-        subclassed(Mine)
+@pytest.mark.filterwarnings("ignore:.*quantiz.*")
+def test_an_operator_called_with_sparse_or_quantised_tensors_runs_as_without(client: Client) -> None:
+    """PyTorch has no such kernels; its own error comes out, after one warning of ours."""
+    grad, mean = torch.randn(2, 8, 5), torch.zeros(2, 4)
+    quantised = torch.quantize_per_tensor(grad, 0.1, 0, torch.qint8)
+    for odd, told in ((grad.to_sparse(), "torch.sparse_coo"), (quantised, "torch.qint8")):
+        arguments: Any = (grad, odd, mean, mean, None, 2, 8, 5, 4, [True, False, False])
+        failing = pytest.raises((RuntimeError, NotImplementedError))
+        told_once = pytest.warns(RemoteWarning, match=f"input: found .*{told}")
+        with remote(client, min_bytes=0), told_once, failing:
+            torch.ops.aten.native_group_norm_backward(*arguments)
 
 
 # ------------------------------------------------------------------------------------- gradients of gradients
@@ -245,7 +261,7 @@ WARNED = {
 def test_a_warning_names_the_line_of_the_caller(client: Client, name: str) -> None:
     run, make = WARNED[name]
     with (
-        Client(NOWHERE, timeout_s=20) as dead,
+        Client(NOWHERE, retry=None) as dead,
         warnings.catch_warnings(record=True) as said,
     ):
         warnings.simplefilter("always")
@@ -281,19 +297,14 @@ def test_small_calls_stay_here_without_a_word(client: Client) -> None:
     ]
 
 
-def test_a_failure_of_the_service_comes_out_of_backward() -> None:
-    with Client(NOWHERE, retry=None) as dead:
-        x, loss = loss_of_group_norm()
-        with remote(dead, min_bytes=0), pytest.raises(ConnectError, match="cannot reach"):
-            loss.backward()
-    assert x.grad is None
-    loss_of_group_norm()[1].backward()  # autograd is as it was
-
-
-def test_or_the_call_runs_here_and_is_counted() -> None:
+def test_a_failure_of_the_service_comes_out_of_backward_or_the_call_runs_here() -> None:
     x, loss = loss_of_group_norm()
     (expected,) = torch.autograd.grad(loss, x, retain_graph=True)
     with Client(NOWHERE, retry=None) as dead:
+        with remote(dead, min_bytes=0), pytest.raises(ConnectError, match="cannot reach"):
+            loss.backward(retain_graph=True)
+        assert [x.grad] == [None]
+        loss_of_group_norm()[1].backward()  # autograd is as it was
         mode = remote(dead, min_bytes=0, on_error="local")
         with mode, pytest.warns(RemoteWarning, match="because the service failed: .*cannot reach") as said:
             [each.backward() for each in (loss, loss_of_group_norm()[1])]
@@ -311,10 +322,17 @@ def test_options_reach_the_service(client: Client) -> None:
         loss_of_group_norm()[1].backward()
 
 
-@pytest.mark.parametrize("policy", [{"on_refused": "ignore"}, {"on_error": "ignore"}])
-def test_a_policy_that_there_is_not(client: Client, policy: dict[str, Any]) -> None:
-    (name,) = policy
-    with pytest.raises(ValueError, match=f"^remote: {name}: found '.*'; expected '.*' or '"):
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        ({"on_refused": "ignore"}, "on_refused: found 'ignore'; expected '.*' or '"),
+        ({"on_error": "ignore"}, "on_error: found 'ignore'; expected '.*' or '"),
+        ({"policy": "fast"}, "policy: found 'fast'; expected 'always' or 'faster'$"),
+        ({"min_bytes": -1}, "min_bytes: found -1; expected 0 or more$"),
+    ],
+)
+def test_a_policy_that_there_is_not(client: Client, policy: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^remote: {message}"):
         remote(client, **policy)
 
 
@@ -333,3 +351,108 @@ def test_the_summary_is_a_table(client: Client) -> None:
     row = mode.summary().rows[0]
     assert row.bytes >= 3 * 320 * 4
     assert row.seconds > 0
+
+
+# ------------------------------------------------------------------------------------------- mishaps
+
+
+@pytest.fixture(scope="module", autouse=True)
+def dynamo() -> None:
+    """It takes seconds, and else the first mode imports it: an interrupt must not fall into that."""
+    importlib.import_module("torch._dynamo")
+
+
+def when_running(server: ServerProcess, act: Callable[[], object]) -> threading.Thread:
+    """Does something as soon as the server has a call; each look is a round trip, so that nothing sleeps."""
+
+    def wait() -> None:
+        while not server.info().input_arena_used_bytes:
+            pass
+        act()
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize(
+    ("act", "error"),
+    [
+        (ServerProcess.kill, pytest.raises(ConnectError, match="group_norm_backward: ")),
+        (lambda _: os.kill(os.getpid(), signal.SIGINT), pytest.raises(KeyboardInterrupt)),
+    ],
+    ids=["a killed service", "an interrupt"],
+)
+def test_what_ends_backward_comes_out_of_it_and_the_process_goes_on(
+    start_server: StartServer, act: Any, error: Any
+) -> None:
+    server = start_server(devices=f"test:1?ms={LATER_MS}", check_end=False)
+    with Client(server.address, timeout_s=60, retry=RetryPolicy(retry_for_s=0)) as client:
+        x, loss = loss_of_group_norm()
+        watcher = when_running(server, lambda: act(server))
+        with error, remote(client, min_bytes=0):
+            loss.backward(retain_graph=True)
+        watcher.join(60)
+    assert _get_current_dispatch_mode() is None
+    assert [x.grad] == [None]
+    loss.backward()  # the same graph, here
+    assert x.grad.abs().sum() > 0
+
+
+def test_an_exception_inside_or_of_a_hook_comes_out_and_leaves_nothing_entered(client: Client) -> None:
+    mode = remote(client, min_bytes=0)
+    with pytest.raises(KeyError), mode, mode:
+        raise KeyError("of the caller")
+    assert _get_current_dispatch_mode() is None
+    x, loss = loss_of_group_norm()
+    loss.backward(retain_graph=True)
+    assert mode.summary().rows == ()
+
+    def hook(_: Any) -> None:
+        raise LookupError("of the hook")
+
+    x.register_hook(hook)
+    with mode, pytest.raises(LookupError, match="of the hook"):
+        loss.backward()
+    assert mode.summary().sent == 1
+
+
+def test_a_closed_client(server: ServerProcess) -> None:
+    closed = Client(server.address)
+    closed.close()
+    for policy in ("raise", "local"):  # a mistake of the program, and no failure of the service
+        with (
+            remote(closed, min_bytes=0, on_error=policy),
+            pytest.raises(RuntimeError, match="is closed"),
+        ):
+            loss_of_group_norm()[1].backward()
+
+
+@pytest.mark.parametrize("wrong", [None, "localhost:50051", AsyncClient], ids=["none", "address", "async"])
+def test_a_wrong_client_is_told_at_once_and_not_out_of_backward(wrong: Any) -> None:
+    wrong = wrong("localhost:1") if wrong is AsyncClient else wrong
+    floyd = [torch.empty(1, 1, 16, 128, 32)] * 5
+    ways: dict[Any, list[Any]] = {multi_scale_deformable_attention: operands(), fused_floyd_attention: floyd}
+    for way, call in {remote: [], drop_in: [], **ways}.items():
+        message = f"^{way.__name__}: client: found {type(wrong).__name__}; expected a Client"
+        with pytest.raises(TypeError, match=message):
+            way(*call, client=wrong)
+
+
+def test_leaving_it_in_a_thread_that_did_not_enter_it_is_told_and_the_one_that_did_still_can() -> None:
+    errors: list[BaseException] = []
+
+    def leave() -> None:
+        try:
+            mode.__exit__(None, None, None)
+        except RuntimeError as error:
+            errors.append(error)
+
+    with Client("localhost:1") as client:
+        mode = remote(client)
+        with mode:
+            thread = threading.Thread(target=leave)
+            thread.start()
+            thread.join(30)
+    assert [str(error) for error in errors] == ["remote: this thread has not entered it"]
+    assert _get_current_dispatch_mode() is None

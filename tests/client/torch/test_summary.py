@@ -1,15 +1,19 @@
-"""What went where: the table of a `remote`, and where the time of what was sent went."""
+"""What went where: the table of a `remote`, where the time of what was sent went, and all public names."""
 
 from __future__ import annotations
 
 import dataclasses
 
 import pytest
+from tests.client.docstrings import come_true, documented
+from tests.client.public_names import shown
 
 torch = pytest.importorskip("torch")
 
 from tests.client.torch.models import Transformer, gradients
+from tests.fix_server import ServerProcess
 
+import npugrad_client.torch as adapter
 from npugrad.ops import OPERATORS
 from npugrad.timeline import CLIENT_STAGES, SERVER_STAGES, Interval, Timeline
 from npugrad_client import Client, ConnectError
@@ -24,24 +28,29 @@ TIMELINE = Timeline(
 )
 
 
-def test_the_seconds_of_each_stage_are_added_up() -> None:
+def ledger_of(sent: int = 1, local: bool = False) -> Ledger:
+    """Calls of one operator that were sent, and one of another that was not."""
     ledger = Ledger()
-    for _ in range(2):
+    if local:
+        ledger.add("norm", is_sent=False, why="small", nbytes=2**20, seconds=0.25)
+    for _ in range(sent):
         ledger.add("floyd", is_sent=True, why="", nbytes=2**20, seconds=0.6, timeline=TIMELINE)
-    ledger.add("floyd", is_sent=False, why="small", nbytes=1, seconds=0.25)
-    sent, local = ledger.summary().rows
-    assert sent.stages == pytest.approx({"pack": 0.2, "run": 0.6, TRANSPORT: 0.2})
+    return ledger
+
+
+def test_the_seconds_of_each_stage_are_added_up() -> None:
+    ledger = ledger_of(2, local=True)
+    summary = ledger.summary()
+    ledger.add("floyd", is_sent=True, why="", nbytes=1, seconds=0.6, timeline=TIMELINE)
+    sent, local = summary.rows
+    assert sent.stages == pytest.approx({"pack": 0.2, "run": 0.6, TRANSPORT: 0.2}), "of a copy"
     assert local.stages == {}
     assert {*sent.stages} <= {*CLIENT_STAGES, *SERVER_STAGES, TRANSPORT}
     assert len({sent, local}) == 2  # rows can be hashed
 
 
 def test_a_second_table_tells_them_in_milliseconds_a_call() -> None:
-    ledger = Ledger()
-    ledger.add("norm", is_sent=False, why="small", nbytes=2**20, seconds=0.25)
-    for _ in range(2):
-        ledger.add("floyd", is_sent=True, why="", nbytes=2**20, seconds=0.6, timeline=TIMELINE)
-    assert str(ledger.summary()).splitlines() == [
+    assert str(ledger_of(2, local=True).summary()).splitlines() == [
         "operator  where  why    calls   MiB  seconds",
         "floyd     sent   -          2  2.00    1.200",
         "norm      local  small      1  1.00    0.250",
@@ -60,8 +69,7 @@ COSTS = (
 
 
 def test_it_ends_with_what_sending_won_and_cost() -> None:
-    ledger = Ledger()
-    ledger.add("norm", is_sent=False, why="small", nbytes=2**20, seconds=0.25)
+    ledger = ledger_of(0, local=True)
     summary = ledger.summary(COSTS)
     assert str(summary).splitlines()[3:] == [
         "Time saved by sending, by operator and kind; negative where sending was slower",
@@ -84,20 +92,14 @@ def test_what_is_not_known_is_said_to_be_so() -> None:
     assert "Sending" not in last
 
 
+MANY = [CostRow("norm", f"float32[{n}]", 1, 1, 1.0, 2.0, 1.0) for n in range(50)]
+
+
 def test_many_kinds_leave_the_table_short() -> None:
-    rows = [CostRow("norm", f"float32[{n}]", 1, 1, 1.0, 2.0, 1.0) for n in range(50)]
-    text = str(Ledger().summary(rows))
+    text = str(Ledger().summary(MANY))
     assert "float32[19]" in text
     assert "float32[20]" not in text
     assert text.endswith("\nand 30 more kinds, which took less, in summary().costs\nSending saved 50.000 s.")
-
-
-def test_a_summary_is_a_copy_that_later_calls_leave_alone() -> None:
-    ledger = Ledger()
-    ledger.add("floyd", is_sent=True, why="", nbytes=1, seconds=0.6, timeline=TIMELINE)
-    before = ledger.summary()
-    ledger.add("floyd", is_sent=True, why="", nbytes=1, seconds=0.6, timeline=TIMELINE)
-    assert before.rows[0].stages == pytest.approx({"pack": 0.1, "run": 0.3, TRANSPORT: 0.1})
 
 
 def test_the_calls_of_a_model_tell_their_stages(client: Client) -> None:
@@ -121,24 +123,17 @@ def test_nothing_is_wider_than_80_columns() -> None:
         timeline = Timeline(record.name, 20.0, tuple(intervals))
         for why in ("", "as float32"):
             ledger.add(record.name, is_sent=True, why=why, nbytes=2**38, seconds=20.0, timeline=timeline)
-        ledger.add(
-            record.name, is_sent=False, why="input, grid: expected " + "a shape " * 12, nbytes=1, seconds=9
-        )
+        why = "input, grid: expected " + "a shape " * 12
+        ledger.add(record.name, is_sent=False, why=why, nbytes=1, seconds=9)
     summary = ledger.summary([WIDE, *COSTS, dataclasses.replace(WIDE, local_s=None, won_s=None)] * 8)
     lines = str(summary).splitlines()
     assert max(map(len, lines)) <= 80, max(lines, key=len)
-    assert sum(line.startswith("    input, grid: expected a shape a shape") for line in lines) == len(
-        OPERATORS
-    )
+    told = [line for line in lines if line.startswith("    input, grid: expected a shape a shape")]
+    assert len(told) == len(OPERATORS)
     assert "and 20 more kinds, which took less, in summary().costs" in lines
     text = " ".join(str(summary).split())
-    for name in (
-        "pack 900.0",
-        "copy_in 900.0",
-        f"transport {(20 - 0.9 * len(stages)) * 1e3:.1f}",
-        "bfloat16[2,22223,16,4,4,2]",
-        "as float32",
-    ):
+    transport = f"transport {(20 - 0.9 * len(stages)) * 1e3:.1f}"
+    for name in ("pack 900.0", "copy_in 900.0", transport, "bfloat16[2,22223,16,4,4,2]", "as float32"):
         assert name in text
     assert len(repr(summary).splitlines()) == 1
     assert len(repr(summary)) <= 100
@@ -173,7 +168,7 @@ def test_notebooks_show_the_tables() -> None:
     assert "<td>floyd</td><td>sent</td><td>&lt;b&gt;</td><td>1</td>" in page
     assert "<td>float32[2,8,16]</td>" in page
     assert page.endswith("<p>Sending cost 2.940 s.</p>")
-    many = Ledger().summary([CostRow("norm", f"float32[{n}]", 1, 1, 1.0, 2.0, 1.0) for n in range(50)])
+    many = Ledger().summary(MANY)
     assert many._repr_html_().count("<td>norm</td>") == str(many).count("norm  ")
 
 
@@ -206,24 +201,29 @@ def test_a_call_that_raised_is_no_call_without_data() -> None:
     assert str(mode.summary()).endswith("calls that raised an error are not counted.")
 
 
-def test_drop_in_and_policies_show_their_policies(client: Client) -> None:
-    assert repr(drop_in(client, on_error="local")).startswith(
-        "DropIn(min_bytes=0, on_refused='warn', on_error='local'"
-    )
+def test_they_show_their_client_and_policies(client: Client) -> None:
+    start = "DropIn(min_bytes=0, on_refused='warn', on_error='local'"
+    assert repr(drop_in(client, on_error="local")).startswith(start)
     assert repr(Policies()).endswith("policy='always', 0 sent, 0 local)")
-
-
-def test_a_remote_shows_its_client_and_policies(client: Client) -> None:
     mode = remote(client, min_bytes=0, on_error="local", policy="faster")
     assert repr(mode).startswith(f"Remote({client!r}")
-    for part in (
-        "min_bytes=0",
-        "on_refused='warn'",
-        "on_error='local'",
-        "policy='faster'",
-        "0 sent",
-        "0 local",
-    ):
+    settings = ("min_bytes=0", "on_refused='warn'", "on_error='local'", "policy='faster'")
+    for part in (*settings, "0 sent", "0 local"):
         assert part in repr(mode)
     assert len(repr(mode).splitlines()) <= 3
     assert mode._repr_html_() == mode.summary()._repr_html_()
+
+
+# -------------------------------------------------------------------------------------- the public names
+
+
+def test_the_public_list_is_what_the_package_shows() -> None:
+    assert shown(adapter) == set(adapter.__all__)
+
+
+EXAMPLES = documented("npugrad_client.torch")
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_examples_come_out_as_written(name: str, server: ServerProcess) -> None:
+    come_true(EXAMPLES[name], "npugrad_client.torch", server.address)
