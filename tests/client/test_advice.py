@@ -71,6 +71,11 @@ class World:
             for request in requests:
                 assert self.profile.call(request, self._local(request)) == request.operator
 
+    def row(self) -> KindAdvice:
+        """What is known of the only kind."""
+        (found,) = self.profile.advice().rows
+        return found
+
     def _local(self, request: Request) -> Any:
         def local() -> str:
             self.now_s += self.here[request.operator]
@@ -125,16 +130,10 @@ def test_a_kind_that_is_new_in_a_pass_that_sends_is_no_call_of_it() -> None:
     assert {row.operator: row.remote_s for row in world.profile.advice().rows} == {"norm": 2.0, "grid": 1.0}
 
 
-def test_the_first_time_that_a_call_is_sent_brings_the_plan_and_does_not_count() -> None:
+def test_one_pass_alone_is_its_own_warm_up_and_the_call_that_brings_the_plan_does_not_count() -> None:
     world = World({"norm": 0.5}, {"norm": 2.0})
     world.step(Request())
-    (row,) = world.profile.advice().rows
-    assert row.remote_s == 2.0
-
-
-def test_one_pass_alone_is_its_own_warm_up() -> None:
-    world = World({"norm": 0.5}, {"norm": 2.0})
-    world.step(Request())
+    assert world.row().remote_s == 2.0
     advice = world.profile.advice()
     assert (advice.passes, advice.is_warm, advice.step_s) == (1, False, None)
     assert advice.backward_s == pytest.approx(2.5)
@@ -149,8 +148,7 @@ def test_in_one_pass_a_first_call_that_had_to_warm_up_is_not_the_time_of_all() -
 
     with world.profile.backward():
         world.profile.call(Request(), local)
-    (row,) = world.profile.advice().rows
-    assert row.local_s == 0.5
+    assert world.row().local_s == 0.5
 
 
 def test_a_call_that_was_disturbed_here_is_no_reason_to_send() -> None:
@@ -159,9 +157,7 @@ def test_a_call_that_was_disturbed_here_is_no_reason_to_send() -> None:
         world.step(Request())
     world.here["norm"] = 50.0
     world.step(Request())
-    (row,) = world.profile.advice().rows
-    assert row.local_s == 0.5
-    assert not row.send
+    assert (world.row().local_s, world.row().send) == (0.5, False)
 
 
 def test_a_tie_stays_here() -> None:
@@ -174,22 +170,18 @@ def test_sizes_of_a_kind_count_by_byte() -> None:
     world = World({"norm": 1.0}, {"norm": 2.0})
     world.step(Request(size=256))
     world.step(Request(size=384))
-    (row,) = world.profile.advice().rows
+    row = world.row()
     assert (row.kind, row.bytes, row.remote_s) == ("float32[256]", 2 * 4 * 384, 3.0)
 
 
-def test_a_long_call_is_sent_as_often_as_must_be() -> None:
+def test_a_long_call_is_sent_as_often_as_must_be_and_one_disturbed_call_does_not_count() -> None:
     world = World({"norm": 1.0}, {"norm": 20.0})
     world.step(Request())
     assert len(world.sent) == _FEWEST_PROBES
-
-
-def test_one_disturbed_call_does_not_count() -> None:
     world = World({"norm": 0.5}, {"norm": 1.0})
     world.disturbed_s = {2: 100.0}
     world.step(Request())
-    (row,) = world.profile.advice().rows
-    assert row.remote_s == 1.0
+    assert world.row().remote_s == 1.0
 
 
 def test_what_cannot_be_sent_costs_one_try_and_says_why() -> None:
@@ -198,7 +190,7 @@ def test_what_cannot_be_sent_costs_one_try_and_says_why() -> None:
     for _ in range(3):
         world.step(Request())
     advice = world.profile.advice()
-    (row,) = advice.rows
+    row = world.row()
     assert (row.remote_s, row.why, row.send, row.won_s) == (None, "refused with 161002, c.limit", False, 0.0)
     assert advice.advised_s == advice.all_sent_s == advice.backward_s
     assert len(world.sent) == 1
@@ -207,7 +199,7 @@ def test_what_cannot_be_sent_costs_one_try_and_says_why() -> None:
 def test_what_is_odd_is_not_even_tried() -> None:
     world = World({"norm": 1.0}, {"norm": 1.0})
     world.step(Request(odd="input: found a sparse tensor"))
-    (row,) = world.profile.advice().rows
+    row = world.row()
     assert (row.kind, row.why, row.bytes) == ("input: found a sparse tensor", "not dense CPU tensors", 0)
     assert world.sent == []
 
@@ -221,20 +213,16 @@ def test_more_kinds_than_anybody_reads_are_not_measured() -> None:
     assert sum("not measured" in row.why for row in rows) == 3
 
 
-def test_a_pass_that_fails_does_not_count() -> None:
+def test_a_pass_that_fails_does_not_count_and_one_inside_another_is_part_of_it() -> None:
     world = World({"norm": 1.0}, {"norm": 1.0})
     with pytest.raises(ConnectError), world.profile.backward():
         raise ConnectError("gone")
     assert world.profile.passes == 0
     world.step(Request())
     assert world.profile.passes == 1
-
-
-def test_a_pass_inside_another_is_part_of_it() -> None:
-    world = World({"norm": 1.0}, {"norm": 1.0})
     with world.profile.backward() as outer, world.profile.backward() as inner:
         pass
-    assert (outer, inner, world.profile.passes) == (True, False, 1)
+    assert (outer, inner, world.profile.passes) == (True, False, 2)
 
 
 def test_another_thread_is_not_watched() -> None:
@@ -256,13 +244,9 @@ def test_another_thread_is_not_watched() -> None:
     assert all(row.kind == "float32[256]" for row in world.profile.advice().rows)
 
 
-def test_calls_outside_of_a_pass_run_and_do_not_count() -> None:
+def test_calls_outside_of_a_pass_run_and_do_not_count_and_nothing_known_is_advice_too() -> None:
     world = World({"norm": 1.0}, {"norm": 1.0})
     assert world.profile.call(Request(), lambda: "here") == "here"
     assert world.sent == []
-
-
-def test_nothing_known_is_advice_too() -> None:
-    world = World({}, {})
     world.step()
     assert world.profile.advice() == Advice(1, False, 2.0, None, ())
