@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from npugrad import layout
@@ -43,37 +43,30 @@ def strided_arrays(draw: st.DrawFn) -> npt.NDArray[Any]:
 
 
 @given(strided_arrays())
+@example(np.arange(9.0)[::2])
+@example(np.arange(9.0)[::-1])
+@example(np.eye(4)[1:3, 1:3])
+@example(_random(np.dtype(np.float16), ()))
+@example(_random(np.dtype(np.float16), (3, 0, 2)))
 def test_round_trip_keeps_every_bit(array: npt.NDArray[Any]) -> None:
     meta, data = layout.content(array)
-    assert data.nbytes == meta.content_bytes
+    assert data.nbytes == meta.content_bytes <= array.nbytes
     assert _same_bits(layout.view(meta, data), array)
-
-
-@given(strided_arrays())
-def test_content_is_never_larger_than_the_array(array: npt.NDArray[Any]) -> None:
-    assert layout.content(array)[1].nbytes <= array.nbytes
+    if 0 not in array.strides:  # gaps and reversed axes are packed
+        assert data.nbytes == array.nbytes
 
 
 def test_expanded_array_costs_one_element() -> None:
-    one = np.float32(3)
-    meta, data = layout.content(np.broadcast_to(one, (2**20, 2**20)))
-    assert data.nbytes == 4
-    assert meta.strides == (0, 0)
-    assert meta.size == 2**40
+    meta, data = layout.content(np.broadcast_to(np.float32(3), (2**20, 2**20)))
+    assert (data.nbytes, meta.strides, meta.size) == (4, (0, 0), 2**40)
 
 
-def test_transposed_array_travels_without_a_copy() -> None:
+def test_transposed_array_travels_without_a_copy_and_one_with_gaps_contiguous() -> None:
     base = _random(np.dtype(np.float32), (3, 5))
     _, data = layout.content(base.T)
     assert np.shares_memory(np.frombuffer(data, np.uint8), base)
-
-
-@pytest.mark.parametrize("array", [np.arange(9.0)[::2], np.arange(9.0)[::-1], np.eye(4)[1:3, 1:3]])
-def test_array_with_gaps_or_reversed_is_packed(array: npt.NDArray[Any]) -> None:
-    meta, data = layout.content(array)
-    assert meta.strides is None
-    assert data.nbytes == array.nbytes
-    assert _same_bits(layout.view(meta, data), array)
+    for array in (np.arange(9.0)[::2], np.arange(9.0)[::-1], np.eye(4)[1:3, 1:3]):
+        assert layout.content(array)[0].strides is None
 
 
 def test_misaligned_and_foreign_byte_order_are_packed() -> None:
@@ -91,24 +84,16 @@ def test_bfloat16_nan_payloads_survive() -> None:
     assert np.array_equal(layout.view(meta, data).view(np.uint16), bits)
 
 
-@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1, 1)])
-def test_rank_0_empty_and_single(shape: tuple[int, ...]) -> None:
-    array = _random(np.dtype(np.float16), shape)
-    meta, data = layout.content(array)
-    assert data.nbytes == array.nbytes
-    assert _same_bits(layout.view(meta, data), array)
-
-
 def test_view_with_offsets_reads_the_right_elements() -> None:
     buffer = b"\xff" * 3 + np.arange(20, dtype=np.int32).tobytes()
     meta = TensorMeta("int32", (2, 3), strides=(4, 1), storage_offset=5)
     assert layout.view(meta, buffer, 3).tolist() == [[5, 6, 7], [9, 10, 11]]
 
 
-@pytest.mark.parametrize(("nbytes", "offset"), [(23, 0), (24, 1), (24, -1), (0, 0)])
-def test_view_that_would_leave_the_buffer_is_refused(nbytes: int, offset: int) -> None:
-    with pytest.raises(ValueError, match="expected 24"):
-        layout.view(TensorMeta("float32", (2, 3)), bytes(nbytes), offset)
+def test_view_that_would_leave_the_buffer_is_refused() -> None:
+    for nbytes, offset in ((23, 0), (24, 1), (24, -1), (0, 0)):
+        with pytest.raises(ValueError, match="expected 24"):
+            layout.view(TensorMeta("float32", (2, 3)), bytes(nbytes), offset)
 
 
 def test_view_is_writable_only_over_writable_memory() -> None:
