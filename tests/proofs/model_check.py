@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 
 from tests.server.pool.pool_world import WEIGHTS, Event, PoolWorld
 
-_NAMES, _SHARES = list(WEIGHTS), list(WEIGHTS.values())
+_DEADLY = WEIGHTS | {"die": 12, "pass_time": 22}
+"""In every other world processes die often, and under one call again and again."""
 
 
 @dataclass
@@ -40,7 +41,8 @@ class Checked:
 def history(seed: int, events: int) -> list[Event]:
     """Random events."""
     rng = random.Random(seed)
-    names = rng.choices(_NAMES, _SHARES, k=events)
+    weights = _DEADLY if seed % 2 else WEIGHTS
+    names = rng.choices(list(weights), list(weights.values()), k=events)
     return [(name, rng.getrandbits(32)) for name in names]
 
 

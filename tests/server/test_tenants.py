@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import structlog
-from tests.server.pool.conftest import until
+from tests.server.pool.pools import until
 
 from npugrad_server.tenants import LiveTenants, TenantsError, parse_tenants, read_tenants
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from tests.server.pool.pool_calls import Planned
-from tests.server.pool.test_scheduler_properties import Call, SchedulerWorld
+from tests.server.pool.scheduler_world import Call, SchedulerWorld
 
 from npugrad_server.pool.commands import FailCall, StartCall
 from npugrad_server.pool.forecast import Prediction

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from tests.server.pool.test_scheduler_properties import Call
+from tests.server.pool.scheduler_world import Call
 
 from npugrad_server.pool.admission import Demand
 from npugrad_server.pool.regions import ALIGNMENT, Region, aligned

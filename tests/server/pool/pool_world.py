@@ -9,13 +9,14 @@ from __future__ import annotations
 import random
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 from tests.server.pool.deadline_world import DeadlineWorld
 from tests.server.pool.pool_calls import Plan, Planned, has_gap, told
 from tests.server.pool.quota_world import QuotaWorld
-from tests.server.pool.test_scheduler_properties import (
+from tests.server.pool.scheduler_world import (
     ARENA,
     ATTEMPTS,
     DEVICE,
@@ -76,11 +77,7 @@ WEIGHTS = {
     "reload": 1,
 }
 """How often each event comes."""
-INVARIANTS = [
-    name
-    for name in dir(SchedulerWorld)
-    if hasattr(getattr(SchedulerWorld, name), "hypothesis_stateful_invariant")
-]
+PROMISES = [name for name in dir(SchedulerWorld) if name.startswith("promise_")]
 
 
 class PoolWorld(QuotaWorld, DeadlineWorld):
@@ -108,9 +105,11 @@ class PoolWorld(QuotaWorld, DeadlineWorld):
         settings = PoolSettings(
             ("cpu:0",) * workers, Product.ATLAS_A2, INPUTS, ARENA, 0, PLACES, streams, 5.0, 20.0, 1.0, 8.0, 4
         )
+        if rng.random() < 0.2:
+            settings = replace(settings, circuit_deaths=0)
         self.opens_at = settings.circuit_deaths
         self.admission = AdmissionControl(settings, MEMORY, own_memory=own)
-        self.open(workers, streams, rng.random() < 0.3, own, rng.random() < 0.3)
+        self.open(settings, one_mode=rng.random() < 0.3, own=own, heavy=rng.random() < 0.3)
 
     # ----------------------------------------------------------------------------------------------- history
 
@@ -119,7 +118,7 @@ class PoolWorld(QuotaWorld, DeadlineWorld):
         name, seed = event
         told = str(getattr(self, f"on_{name}")(random.Random(seed)) or "")
         if told:
-            for promise in INVARIANTS:
+            for promise in PROMISES:
                 getattr(self, promise)()
             self._check_operands()
             self._check_work_conserved()
@@ -519,6 +518,7 @@ class PoolWorld(QuotaWorld, DeadlineWorld):
         """A circuit is open only after deaths under calls of its key, or while a trial is on its way."""
         key = call.request.circuit
         deaths = self.circuit_deaths[key]
+        assert self.opens_at, "a circuit is open though none may"
         assert len(deaths) >= self.opens_at, "a circuit is open though hardly a worker died"
         others = [c for n, c in self.calls.items() if n != number and c.request.circuit == key]
         is_tried = any(c.running or self._waits(c) for c in others)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tests.server.pool.pool_calls import Planned
-from tests.server.pool.test_scheduler_properties import SchedulerWorld
+from tests.server.pool.scheduler_world import SchedulerWorld
 
 from npugrad_server.pool.admission import AdmissionControl
 from npugrad_server.pool.quotas import TenantUse

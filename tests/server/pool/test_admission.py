@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.server.pool.plans import altered
+from tests.server.pool.pools import altered, make_job
 from tests.server.pool.scheduling import open_scheduler
 
 from npugrad import OPERATORS, Product, TensorMeta
@@ -35,8 +35,8 @@ SETTINGS = PoolSettings(
 )
 
 
-def test_bytes_are_exact_and_every_tensor_is_aligned(job: Any) -> None:
-    planned = job(n=2, c=6, hxw=5, group=3, with_gamma=False, output_mask=(True, False, True)).planned
+def test_bytes_are_exact_and_every_tensor_is_aligned() -> None:
+    planned = make_job(n=2, c=6, hxw=5, group=3, with_gamma=False, output_mask=(True, False, True)).planned
     demand = demand_of(planned)
     assert demand.inputs.offsets == {"grad_out": 0, "input": 256, "mean": 512, "rstd": 576}
     assert demand.inputs.nbytes == 640
@@ -46,22 +46,22 @@ def test_bytes_are_exact_and_every_tensor_is_aligned(job: Any) -> None:
     assert all(offset % ALIGNMENT == 0 for offset in demand.inputs.offsets.values())
 
 
-def test_an_expanded_operand_travels_small_and_counts_whole_on_the_device(job: Any) -> None:
-    planned = job().planned
+def test_an_expanded_operand_travels_small_and_counts_whole_on_the_device() -> None:
+    planned = make_job().planned
     expanded = TensorMeta("float32", (2**20, 2**20), strides=(0, 0))
     demand = demand_of(altered(planned, call=planned.plan.call.with_inputs(grad_out=expanded)))
     assert demand.inputs.offsets["input"] == ALIGNMENT
     assert demand.memory_bytes == 2**42
 
 
-def test_an_operand_that_is_not_used_takes_no_memory_and_has_a_limit_all_the_same(job: Any) -> None:
-    planned = altered(job(n=2, c=6, hxw=5, group=3).planned, unused=frozenset({"input"}))
+def test_an_operand_that_is_not_used_takes_no_memory_and_has_a_limit_all_the_same() -> None:
+    planned = altered(make_job(n=2, c=6, hxw=5, group=3).planned, unused=frozenset({"input"}))
     demand = demand_of(planned)
     assert "input" not in demand.inputs.offsets
     assert (demand.memory_bytes, demand.unused_bytes) == (0, 4 * 2 * 6 * 5)
     assert (
         demand_of(planned, own_memory=True).device_bytes
-        == demand_of(job().planned, own_memory=True).device_bytes
+        == demand_of(make_job().planned, own_memory=True).device_bytes
     )
 
 
@@ -73,10 +73,10 @@ def test_an_operand_that_is_not_used_takes_no_memory_and_has_a_limit_all_the_sam
     ],
 )
 def test_an_operand_that_is_not_used_may_have_what_a_kept_or_a_copied_one_may(
-    setting: str, limits: dict[str, int], job: Any
+    setting: str, limits: dict[str, int]
 ) -> None:
     """Contiguous it needed the arena alone, and expanded the memory of copies, when it was still kept."""
-    planned = altered(job(n=2, c=6, hxw=5, group=3).planned, unused=frozenset({"input"}))
+    planned = altered(make_job(n=2, c=6, hxw=5, group=3).planned, unused=frozenset({"input"}))
     demand = replace(demand_of(planned), unused_bytes=2**20)
     check_fits("group_norm_backward", demand, **limits, output_arena_bytes=2**20)
     too_much = replace(demand, unused_bytes=2**20 + 1)
@@ -84,14 +84,14 @@ def test_an_operand_that_is_not_used_may_have_what_a_kept_or_a_copied_one_may(
         check_fits("group_norm_backward", too_much, **limits, output_arena_bytes=2**20)
 
 
-def test_an_offset_makes_a_copy_necessary_and_is_counted(job: Any) -> None:
-    planned = job().planned
+def test_an_offset_makes_a_copy_necessary_and_is_counted() -> None:
+    planned = make_job().planned
     shifted = TensorMeta("float32", (2, 3), storage_offset=100)
     demand = demand_of(altered(planned, call=planned.plan.call.with_inputs(mean=shifted)))
     assert demand.memory_bytes == 24
 
 
-def test_channels_that_come_last_are_moved_for_operands_and_results(job: Any) -> None:
+def test_channels_that_come_last_are_moved_for_operands_and_results() -> None:
     record = OPERATORS["grid_sampler_3d_backward"]
     call = record.build(n=2, c=3, d=4, h=5, w=6, od=2, oh=3, ow=4)
     call = call.with_inputs(
@@ -99,19 +99,19 @@ def test_channels_that_come_last_are_moved_for_operands_and_results(job: Any) ->
         grad_output=TensorMeta("float32", (2, 2, 3, 4, 3), "NDHWC"),
     )
     assert validate_call(record, call).status == 0
-    planned = altered(job().planned, record=record, call=call, outputs=record.infer(call))
+    planned = altered(make_job().planned, record=record, call=call, outputs=record.infer(call))
     assert demand_of(planned).memory_bytes == 4 * 3 * (2 * 2 * 4 * 5 * 6 + 2 * 2 * 3 * 4)
     # A device with memory of its own takes operands as they lie.
     assert demand_of(planned, own_memory=True).memory_bytes == 4 * 3 * 2 * 4 * 5 * 6
 
 
-def test_a_verification_needs_the_results_once_more_in_float64(job: Any) -> None:
-    planned = job(dtype="float16", verify=True, n=2, c=6, hxw=4).planned
+def test_a_verification_needs_the_results_once_more_in_float64() -> None:
+    planned = make_job(dtype="float16", verify=True, n=2, c=6, hxw=4).planned
     assert demand_of(planned).memory_bytes == 8 * (2 * 6 * 4 + 6 + 6)
 
 
-def test_a_device_with_memory_of_its_own_takes_strides_and_holds_the_tensors(job: Any) -> None:
-    planned = job().planned
+def test_a_device_with_memory_of_its_own_takes_strides_and_holds_the_tensors() -> None:
+    planned = make_job().planned
     expanded = altered(
         planned, call=planned.plan.call.with_inputs(mean=TensorMeta("float32", (2, 3), strides=(0, 0)))
     )
@@ -122,8 +122,8 @@ def test_a_device_with_memory_of_its_own_takes_strides_and_holds_the_tensors(job
     assert (demand_of(expanded).device_bytes, demand_of(expanded).workspace_key) == (0, None)
 
 
-def test_tensors_that_no_device_has_room_for_are_refused_once_that_is_known(job: Any) -> None:
-    demand = demand_of(job().planned, own_memory=True)
+def test_tensors_that_no_device_has_room_for_are_refused_once_that_is_known() -> None:
+    demand = demand_of(make_job().planned, own_memory=True)
     limits = {"input_arena_bytes": 1 << 20, "output_arena_bytes": 1 << 20, "memory_bytes": 1 << 20}
     check_fits("op", demand, **limits)
     check_fits("op", demand, **limits, device_bytes=demand.device_bytes)
@@ -133,8 +133,8 @@ def test_tensors_that_no_device_has_room_for_are_refused_once_that_is_known(job:
         check_fits("op", demand, **limits, device_bytes=9)
 
 
-def test_what_fits_exactly_is_let_in(job: Any) -> None:
-    demand = demand_of(job(verify=True).planned)
+def test_what_fits_exactly_is_let_in() -> None:
+    demand = demand_of(make_job(verify=True).planned)
     limits: dict[str, int] = {
         "input_arena_bytes": demand.inputs.nbytes,
         "output_arena_bytes": demand.outputs.nbytes,
@@ -163,8 +163,8 @@ def refused(
     return caught.value.retry_after_s
 
 
-def test_memory_that_comes_back_can_be_taken_again(job: Any) -> None:
-    admission, planned = AdmissionControl(SETTINGS, 0), job(n=2, c=6, hxw=10).planned
+def test_memory_that_comes_back_can_be_taken_again() -> None:
+    admission, planned = AdmissionControl(SETTINGS, 0), make_job(n=2, c=6, hxw=10).planned
     forecast = open_scheduler().forecast
     demand, region, _ = admission.reserve(planned, 0, forecast, time.monotonic())
     assert region.nbytes == demand.inputs.nbytes == admission.operands.used_bytes > 1024
@@ -173,10 +173,10 @@ def test_memory_that_comes_back_can_be_taken_again(job: Any) -> None:
     admission.reserve(planned, 0, forecast, time.monotonic())
 
 
-def test_a_part_of_an_arena_that_cannot_be_aligned_is_not_promised(job: Any) -> None:
+def test_a_part_of_an_arena_that_cannot_be_aligned_is_not_promised() -> None:
     admission, planned = (
         AdmissionControl(SETTINGS, 0),
-        job(n=3, c=6, hxw=12, output_mask=(True, False, False)).planned,
+        make_job(n=3, c=6, hxw=12, output_mask=(True, False, False)).planned,
     )
     assert admission.output_bytes == 960
     forecast = open_scheduler().forecast
@@ -187,9 +187,9 @@ def test_a_part_of_an_arena_that_cannot_be_aligned_is_not_promised(job: Any) -> 
         )
 
 
-def test_a_caller_is_asked_to_wait_until_its_tenants_turn(job: Any) -> None:
+def test_a_caller_is_asked_to_wait_until_its_tenants_turn() -> None:
     """All callers were asked to wait for the calls of all of them."""
-    admission, planned, scheduler = AdmissionControl(SETTINGS, 0), job().planned, open_scheduler()
+    admission, planned, scheduler = AdmissionControl(SETTINGS, 0), make_job().planned, open_scheduler()
     now = time.monotonic()
     assert refused(admission, planned, 5, scheduler.forecast, now) == 0.1
     for number in range(21):
@@ -207,10 +207,10 @@ def state(planned: Any, number: int, **facts: Any) -> CallState:
     return CallState(number, operator=planned.plan.record.name, **facts)
 
 
-def test_a_call_that_would_miss_its_deadline_is_told_so_when_it_comes(job: Any) -> None:
+def test_a_call_that_would_miss_its_deadline_is_told_so_when_it_comes() -> None:
     admission, scheduler = AdmissionControl(SETTINGS, 0), open_scheduler()
     now = time.monotonic()
-    planned, later = (replace(job().planned, deadline_s=now + left_s) for left_s in (0.5, 3))
+    planned, later = (replace(make_job().planned, deadline_s=now + left_s) for left_s in (0.5, 3))
     work = work_size_of(planned)
     admission.reserve(planned, 0, scheduler.forecast, now)  # nothing is known of such calls
     for _ in range(100):
@@ -229,19 +229,23 @@ def test_a_call_that_would_miss_its_deadline_is_told_so_when_it_comes(job: Any) 
     with pytest.raises(ServerBusy, match=r"11\.\d+ s of waiting and 1\.05 s of running") as caught:
         admission.reserve(later, 0, scheduler.forecast, now)
     assert caught.value.retry_after_s == pytest.approx(9, rel=0.1)
-    admission.reserve(job().planned, 0, scheduler.forecast, now)
+    admission.reserve(make_job().planned, 0, scheduler.forecast, now)
     assert admission.operands.used_bytes > 0
 
 
-def test_a_deadline_that_has_passed_is_told_so(job: Any) -> None:
-    planned = job(timeout_s=-1).planned
+def test_a_deadline_that_has_passed_is_told_so() -> None:
+    planned = make_job(timeout_s=-1).planned
     assert planned.deadline_s is not None
     with pytest.raises(DeadlineExceeded, match="the deadline passed 1 s before the call arrived"):
         AdmissionControl(SETTINGS, 0).reserve(planned, 0, open_scheduler().forecast, planned.deadline_s + 1)
 
 
-def test_one_call_is_let_in_when_nobody_has_looked_for_long(job: Any) -> None:
-    admission, forecast, planned = AdmissionControl(SETTINGS, 0), open_scheduler().forecast, job().planned
+def test_one_call_is_let_in_when_nobody_has_looked_for_long() -> None:
+    admission, forecast, planned = (
+        AdmissionControl(SETTINGS, 0),
+        open_scheduler().forecast,
+        make_job().planned,
+    )
     now = time.monotonic()
     late = replace(planned, deadline_s=now + 1)
     for _ in range(3):

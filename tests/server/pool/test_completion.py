@@ -1,9 +1,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
+from tests.server.pool.pools import make_job
 
 from npugrad import OPERATORS
 from npugrad.errors import (
@@ -36,9 +36,9 @@ from npugrad_server.worker.protocol import CallFailed
     ],
 )
 def test_a_workers_answer_becomes_the_exception_of_its_reason(
-    job: Any, reason: str, metadata: dict[str, str], expected: type[NpugradError]
+    reason: str, metadata: dict[str, str], expected: type[NpugradError]
 ) -> None:
-    error = error_from_answer(job().planned, CallFailed(1, reason, "words", metadata))
+    error = error_from_answer(make_job().planned, CallFailed(1, reason, "words", metadata))
     assert type(error) is expected
     assert (str(error), error.reason) == ("words", reason)
     assert (error.operator, error.request_id) == ("group_norm_backward", "request-0")
@@ -58,8 +58,8 @@ def test_a_workers_answer_becomes_the_exception_of_its_reason(
         ("WORKER_LOST", WorkerLost),
     ],
 )
-def test_a_verdict_becomes_an_exception(job: Any, reason: str, expected: type[NpugradError]) -> None:
-    error = error_without_answer(job().planned, reason, "it happened")
+def test_a_verdict_becomes_an_exception(reason: str, expected: type[NpugradError]) -> None:
+    error = error_without_answer(make_job().planned, reason, "it happened")
     assert type(error) is expected
     assert (str(error), error.reason) == ("group_norm_backward: it happened", reason)
     assert error.request_id == "request-0"
@@ -69,9 +69,9 @@ def down(index: int, reason: str, state: DeviceState = DeviceState.DOWN) -> Devi
     return DeviceStatus(f"npu:{index}", "npu", "", True, state, 0, reason)
 
 
-def test_without_a_device_the_caller_is_told_why_device_by_device(job: Any) -> None:
+def test_without_a_device_the_caller_is_told_why_device_by_device() -> None:
     devices = [down(0, "quarantined"), down(1, "no driver"), down(2, "quarantined")]
-    error = error_without_device(devices, job().planned)
+    error = error_without_device(devices, make_job().planned)
     assert type(error) is ServerBusy
     assert str(error) == (
         "group_norm_backward: no device is ready: npu:0, npu:2: down, quarantined; npu:1: down, no driver"
@@ -85,22 +85,22 @@ def test_without_a_device_the_caller_is_told_why_device_by_device(job: Any) -> N
     )
 
 
-def test_the_caller_is_asked_to_come_again_when_the_next_device_will_have_been_tried(job: Any) -> None:
+def test_the_caller_is_asked_to_come_again_when_the_next_device_will_have_been_tried() -> None:
     waiting = [
         replace(down(index, "no driver"), next_try_s=wait) for index, wait in enumerate((40.0, 7.5, None))
     ]
-    assert error_without_device(waiting, job().planned).retry_after_s == 7.5
+    assert error_without_device(waiting, make_job().planned).retry_after_s == 7.5
     tried_now = [*waiting, replace(down(3, "no driver"), next_try_s=0.0)]
-    assert error_without_device(tried_now, job().planned).retry_after_s == 1
+    assert error_without_device(tried_now, make_job().planned).retry_after_s == 1
     ready = replace(down(4, ""), state=DeviceState.READY)
-    assert str(error_without_device([waiting[0], ready], job().planned)) == (
+    assert str(error_without_device([waiting[0], ready], make_job().planned)) == (
         "group_norm_backward: no device that may run it is ready: npu:0: down, no driver"
     )
 
 
-def test_a_long_reason_of_one_device_does_not_hide_that_of_another(job: Any) -> None:
+def test_a_long_reason_of_one_device_does_not_hide_that_of_another() -> None:
     devices = [down(0, "a" * 1000), down(1, "no driver"), down(2, "b" * 1000)]
-    words = str(error_without_device(devices, job().planned))
+    words = str(error_without_device(devices, make_job().planned))
     assert len(words) <= MAX_MESSAGE_BYTES
     assert ascii_message(words) == words
     for part in ("npu:0: down, aaaa", "...; npu:1: down, no driver; ", "npu:2: down, bbbb"):
@@ -109,9 +109,9 @@ def test_a_long_reason_of_one_device_does_not_hide_that_of_another(job: Any) -> 
 
 @pytest.mark.parametrize("count", [0, 1, 7, 64, 500])
 @pytest.mark.parametrize("length", [0, 1, 60, 600])
-def test_the_reasons_always_fit_a_status(job: Any, count: int, length: int) -> None:
+def test_the_reasons_always_fit_a_status(count: int, length: int) -> None:
     devices = [down(index, f"{index}" + "x" * length) for index in range(count)]
-    planned = job().planned
+    planned = make_job().planned
     record = OPERATORS["multi_scale_deformable_attention_grad"]
     planned = replace(planned, plan=replace(planned.plan, record=record))
     words = str(error_without_device(devices, planned))

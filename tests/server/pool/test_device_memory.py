@@ -1,12 +1,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.server.pool.plans import altered
+from tests.server.pool.pools import altered, make_job
 
 from npugrad import OPERATORS, Product, TensorMeta
 from npugrad.call import CallOptions
@@ -69,8 +68,8 @@ def test_the_tensors_of_a_call_are_counted_as_they_lie_on_the_device(name: str) 
     )
 
 
-def test_an_expanded_operand_is_small_on_a_device_and_a_sparse_one_is_packed_on_the_host(job: Any) -> None:
-    planned = job(n=2, c=6, hxw=4).planned
+def test_an_expanded_operand_is_small_on_a_device_and_a_sparse_one_is_packed_on_the_host() -> None:
+    planned = make_job(n=2, c=6, hxw=4).planned
     expanded = TensorMeta("float32", (2, 6, 4), strides=(0, 0, 0))
     sparse = TensorMeta("float32", (2, 6, 4), strides=(24000, 4000, 1000))
     plain, first, second = (
@@ -81,21 +80,21 @@ def test_an_expanded_operand_is_small_on_a_device_and_a_sparse_one_is_packed_on_
     assert (plain.host_bytes, first.host_bytes, second.host_bytes) == (0, 0, 4 * 48)
 
 
-def test_a_call_of_which_nothing_is_wanted_takes_nothing_whatever_its_operands(job: Any) -> None:
-    planned = job().planned
+def test_a_call_of_which_nothing_is_wanted_takes_nothing_whatever_its_operands() -> None:
+    planned = make_job().planned
     call = planned.plan.call.with_inputs(input=None)
     assert need_of(altered(planned, call=call, outputs=dict.fromkeys(planned.plan.outputs))) == DeviceNeed()
 
 
-def test_calls_whose_workspace_may_differ_have_different_keys(job: Any) -> None:
-    planned = job(n=2, c=6, hxw=4).planned
+def test_calls_whose_workspace_may_differ_have_different_keys() -> None:
+    planned = make_job(n=2, c=6, hxw=4).planned
     call = planned.plan.call
     strided = TensorMeta("float32", (2, 6, 4), strides=(1, 2, 12))
     others = [
-        job(n=2, c=6, hxw=8).planned,
-        job(n=2, c=6, hxw=4, dtype="float16").planned,
-        job(n=2, c=6, hxw=4, group=2).planned,
-        job(n=2, c=6, hxw=4, output_mask=(True, True, False)).planned,
+        make_job(n=2, c=6, hxw=8).planned,
+        make_job(n=2, c=6, hxw=4, dtype="float16").planned,
+        make_job(n=2, c=6, hxw=4, group=2).planned,
+        make_job(n=2, c=6, hxw=4, output_mask=(True, True, False)).planned,
         altered(planned, call=call.with_inputs(input=strided)),
         altered(planned, call=call.with_inputs(input=TensorMeta("float32", (2, 6, 4), "NCHW"))),
         replace(planned, options=CallOptions(deterministic=True)),

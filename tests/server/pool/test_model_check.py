@@ -17,18 +17,16 @@ from npugrad_server.pool.regions import RegionAllocator
 
 
 @pytest.mark.slow
-def test_no_promise_breaks(pytestconfig: pytest.Config) -> None:
-    found = checked(2000, seed=7)
+@pytest.mark.parametrize(
+    ("events", "seed", "length"),
+    [(4000, 7, 200), pytest.param(30_000, 1_000_000, 1000, marks=pytest.mark.deep)],
+)
+def test_no_promise_breaks(pytestconfig: pytest.Config, events: int, seed: int, length: int) -> None:
+    """In many short histories, each in a world of its own; and in longer ones."""
+    found = checked(events, seed, length)
     assert not found.failure, found.failure
-    assert found.calls > 200
-    tally_of(pytestconfig, "server pool")("model check: events", found.events)
-
-
-@pytest.mark.deep
-@pytest.mark.slow
-def test_no_promise_breaks_in_many_worlds(pytestconfig: pytest.Config) -> None:
-    found = checked(20_000, seed=1_000_000)
-    assert not found.failure, found.failure
+    assert found.calls > events / 10
+    assert {"QUEUE_FULL", "QUOTA_EXCEEDED", "DEADLINE_EXCEEDED", "WORKER_LOST"} <= found.answers.keys()
     tally_of(pytestconfig, "server pool")("model check: events", found.events)
 
 
@@ -58,7 +56,7 @@ MISTAKES: dict[str, tuple[Any, str, Callable[..., Any], str]] = {
 def test_a_mistake_is_found_and_its_history_is_short(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
     owner, name, wrong, sign = MISTAKES[mistake]
     monkeypatch.setattr(owner, name, wrong)
-    found = checked(20_000, seed=1, length=150)
+    found = checked(20_000, seed=1, length=100)
     assert sign in found.failure
     assert len(found.failure.splitlines()) <= 30, found.failure
 

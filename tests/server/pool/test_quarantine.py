@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.server.pool.conftest import make_job
+from tests.server.pool.pools import Seen, in_pool, make_job, until
 from tests.server.pool.scheduling import SETTINGS, of, open_scheduler, started
 
-from npugrad_server.pool import DevicePool, DeviceState, DeviceStatus, PoolObserver
+from npugrad_server.pool import DevicePool, DeviceState
 from npugrad_server.pool.commands import (
     Command,
     CompleteCall,
@@ -272,73 +270,34 @@ def test_a_canary_that_hangs_ends_its_worker() -> None:
 # ---------------------------------------------------------------------------------- pools of real devices
 
 
-class Seen(PoolObserver):
-    """Writes down what devices did."""
-
-    def __init__(self) -> None:
-        self.canaries: Counter[tuple[str, str]] = Counter()
-        self.mismatches: list[tuple[str, str]] = []
-        self.states: list[DeviceState] = []
-
-    def canaries_run(self, device: str, result: str, count: int) -> None:
-        self.canaries[device, result] += count
-
-    def device_mismatched(self, device: str, operator: str) -> None:
-        self.mismatches.append((device, operator))
-
-    def device_changed(self, status: DeviceStatus) -> None:
-        if status.name == "test:0":
-            self.states.append(status.state)
-
-
-async def until(pool: DevicePool, state: DeviceState, restarts: int) -> DeviceStatus:
-    """Waits until the first device is in a state, after so many restarts."""
-    changed = asyncio.Event()
-    pool.on_change.append(changed.set)
-    while True:
-        changed.clear()
-        status = pool.devices()[0]
-        if (status.state, status.restarts) == (state, restarts):
-            return status
-        await asyncio.wait_for(changed.wait(), 120)
-
-
 @pytest.mark.parametrize("wrong", ["any", "layer_norm_backward"])
-def test_a_pool_never_serves_from_a_device_that_is_wrong_from_the_start(
-    run_pool: Any, job: Any, wrong: str
+@in_pool(("test:0?compute=1&wrong={wrong}", "test:1?compute=1"), ready=False)
+async def test_a_pool_never_serves_from_a_device_that_is_wrong_from_the_start(
+    pool: DevicePool, seen: Seen, wrong: str
 ) -> None:
-    seen = Seen()
-
-    async def scenario(pool: DevicePool) -> None:
-        status = await until(pool, DeviceState.QUARANTINED, 1)
-        assert "a canary was wrong twice" in status.reason
-        await pool.wait_ready(30)
-        for seed in range(3):
-            assert (await job(seed=seed).check(pool)).info.device == "test:1"
-
-    run_pool(scenario, ("test:0?compute=1&wrong=" + wrong, "test:1?compute=1"), observer=seen)
-    assert DeviceState.READY not in seen.states
+    await pool.wait_ready(30)
+    await until(lambda: pool.devices()[0].restarts == 1)
+    assert pool.devices()[0].state is DeviceState.QUARANTINED
+    assert "a canary was wrong twice" in pool.devices()[0].reason
+    for seed in range(3):
+        assert (await make_job(seed=seed).check(pool)).info.device == "test:1"
+    assert ("test:0", DeviceState.READY) not in seen.states
     assert {device for device, _ in seen.mismatches} == {"test:0"}
 
 
-def test_a_device_that_grows_wrong_is_found_in_one_round_and_trusted_again_once_it_is_right(
-    run_pool: Any, job: Any, tmp_path: Path
+# The next process is not there before the file is gone.
+@in_pool(
+    ("test:0?compute=1&wrong=any&wrong_if={tmp_path}/wrong",), canary_interval_s=0.2, respawn_backoff_s=0.5
+)
+async def test_a_device_that_grows_wrong_is_found_in_one_round_and_trusted_again_once_it_is_right(
+    pool: DevicePool, seen: Seen, tmp_path: Path
 ) -> None:
-    seen, wrong = Seen(), tmp_path / "wrong"
-
-    async def scenario(pool: DevicePool) -> None:
-        await pool.wait_ready(30)
-        wrong.touch()
-        await until(pool, DeviceState.QUARANTINED, 0)
-        wrong.unlink()
-        await until(pool, DeviceState.READY, 1)
-        assert (await job().check(pool)).info.device == "test:0"
-
-    run_pool(
-        scenario,
-        (f"test:0?compute=1&wrong=any&wrong_if={wrong}",),
-        observer=seen,
-        canary_interval_s=0.2,
-    )
-    assert seen.canaries["test:0", "mismatch"] == len(seen.mismatches) == 2
-    assert DeviceState.READY in seen.states
+    wrong = tmp_path / "wrong"
+    wrong.touch()
+    await until(lambda: ("test:0", DeviceState.QUARANTINED) in seen.states)
+    wrong.unlink()
+    await until(lambda: pool.devices()[0].state is DeviceState.READY)
+    assert pool.devices()[0].restarts > 0
+    assert (await make_job().check(pool)).info.device == "test:0"
+    assert seen.canaries["mismatch"] == len(seen.mismatches) == 2
+    assert ("test:0", DeviceState.READY) in seen.states

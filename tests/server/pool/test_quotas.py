@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.server.pool.conftest import until
+from tests.server.pool.pools import Job, in_pool, make_job, pid_of, until
 from tests.server.pool.scheduling import SETTINGS, open_scheduler
 
 from npugrad.errors import CallTooLarge, ServerBusy
@@ -49,9 +49,9 @@ def test_counters_of_a_tenant_that_comes_back_are_kept_for_a_bounded_number() ->
     assert quotas.enter(HOG, 1) is not first
 
 
-def test_each_quota_is_refused_with_its_name_found_and_expected(job: Any) -> None:
+def test_each_quota_is_refused_with_its_name_found_and_expected() -> None:
     settings = replace(SETTINGS, input_arena_bytes=1 << 20, output_arena_bytes=1 << 20)
-    admission, planned = AdmissionControl(settings, 1 << 20), job().planned
+    admission, planned = AdmissionControl(settings, 1 << 20), make_job().planned
     held = demand_of(planned).inflight_bytes
     for tenant, told in (
         (
@@ -92,61 +92,65 @@ def test_whoever_holds_the_most_for_its_weight_is_the_most_over_its_share() -> N
     assert quotas.over_share_of_memory(Tenant("new"), 600) == [HEAVY]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("full", ["queue", "memory"])
-def test_a_hog_gives_way_to_others_until_it_has_its_share(full: str, run_pool: Any, job: Any) -> None:
+# -------------------------------------------------------------------------------------- in a pool of devices
+
+
+def of(tenant: Tenant, priority: int = 0, label: str = "") -> Job:
+    """A call of a tenant."""
+    made = make_job(priority=priority, label=label)
+    return replace(made, planned=replace(made.planned, tenant=tenant))
+
+
+async def answer(pool: DevicePool, some: Job) -> str:
+    """How a call ends."""
+    try:
+        await some.run(pool)
+    except ServerBusy as error:
+        return f"{error.reason} {(error.retry_after_s or 0) > 0}"
+    return "OK"
+
+
+async def hog_gives_way(pool: DevicePool) -> None:
     """One call runs, the hog fills up the rest, and others come; its least and newest calls go."""
-    made = job()
-    arena = 9 * demand_of(made.planned).inputs.nbytes
-    limits = {"max_queue_depth": 8} if full == "queue" else {"input_arena_bytes": arena}
-
-    def of(tenant: Tenant, number: int, priority: int = 0) -> Any:
-        options = replace(made.planned.options, priority=priority, label=f"{number}")
-        return replace(made, planned=replace(made.planned, tenant=tenant, options=options))
-
-    async def scenario(pool: DevicePool) -> None:
-        async def call(some: Any) -> str:
-            try:
-                await some.run(pool)
-            except ServerBusy as error:
-                return f"{error.reason} {(error.retry_after_s or 0) > 0}"
-            return "OK"
-
-        await pool.wait_ready(30)
-        pid = pool.devices()[0].pid
-        assert pid is not None
-        os.kill(pid, signal.SIGSTOP)  # no call ends before all have come
-        tasks = [asyncio.create_task(call(of(HOG, 0)))]
-        await until(lambda: pool.stats().running == 1)
-        tasks += [asyncio.create_task(call(of(HOG, n, priority=n % 2))) for n in range(1, 9)]
-        await until(lambda: pool.stats().queue_depth == 8)
-        others = [asyncio.create_task(call(of(SMALL, n))) for n in range(8)]
-        await asyncio.sleep(0)
-        os.kill(pid, signal.SIGCONT)
-        assert await asyncio.gather(*others) == ["OK"] * 4 + ["QUEUE_FULL True"] * 4
-        told = await asyncio.gather(*tasks)
-        assert told == ["OK", *("OK" if n % 2 else "QUEUE_FULL True" for n in range(1, 9))]
-
-    run_pool(scenario, "test:1?ms=150", **limits)
+    os.kill(pid_of(pool), signal.SIGSTOP)  # no call ends before all have come
+    tasks = [asyncio.create_task(answer(pool, of(HOG, label="0")))]
+    await until(lambda: pool.stats().running == 1)
+    tasks += [asyncio.create_task(answer(pool, of(HOG, n % 2, f"{n}"))) for n in range(1, 9)]
+    await until(lambda: pool.stats().queue_depth == 8)
+    others = [asyncio.create_task(answer(pool, of(SMALL, label=f"{n}"))) for n in range(8)]
+    await asyncio.sleep(0)
+    os.kill(pid_of(pool), signal.SIGCONT)
+    assert await asyncio.gather(*others) == ["OK"] * 4 + ["QUEUE_FULL True"] * 4
+    told = await asyncio.gather(*tasks)
+    assert told == ["OK", *("OK" if n % 2 else "QUEUE_FULL True" for n in range(1, 9))]
 
 
-def test_a_prediction_knows_the_highest_priority_that_a_tenant_may_have(run_pool: Any, job: Any) -> None:
-    made = job()
+@pytest.mark.slow
+@in_pool("test:1?ms=5", max_queue_depth=8)
+async def test_a_hog_gives_way_in_a_full_queue_until_it_has_its_share(pool: DevicePool) -> None:
+    await hog_gives_way(pool)
 
-    def of(priority: int, label: str = "") -> Any:
-        options = replace(made.planned.options, priority=priority, label=label)
-        tenant = Tenant("vision", max_priority=0)
-        return replace(made, planned=replace(made.planned, tenant=tenant, options=options))
 
-    async def scenario(pool: DevicePool) -> None:
-        await pool.wait_ready(30)
-        await of(0).run(pool)
-        calls = [asyncio.ensure_future(of(0).run(pool)) for _ in range(4)]
-        await asyncio.sleep(0)
-        assert pool.stats().queue_depth == 3
-        asked, usual = pool.predict(of(100).planned)[0], pool.predict(of(0).planned)[0]
-        assert asked is not None
-        assert asked == pytest.approx(usual, rel=0.5)
-        await asyncio.gather(*calls)
+@pytest.mark.slow
+@in_pool("test:1?ms=5", input_arena_bytes=9 * demand_of(make_job().planned).inputs.nbytes)
+async def test_a_hog_gives_way_in_full_memory_until_it_has_its_share(pool: DevicePool) -> None:
+    await hog_gives_way(pool)
 
-    run_pool(scenario, "test:1?ms=100")
+
+@pytest.mark.slow
+@in_pool("test:1?ms=100")
+async def test_no_call_has_a_higher_priority_than_its_tenant_may_have_and_a_prediction_knows_that(
+    pool: DevicePool,
+) -> None:
+    for wanted, most, given in ((100, 3, 3), (100, 100, 100), (-5, 3, -5), (0, -20, -20)):
+        with pool.admit(of(Tenant("a", max_priority=most), wanted).planned) as ticket:
+            assert ticket.state.priority == given
+    vision = Tenant("vision", max_priority=0)
+    await of(vision).run(pool)
+    calls = [asyncio.ensure_future(of(vision).run(pool)) for _ in range(4)]
+    await asyncio.sleep(0)
+    assert pool.stats().queue_depth == 3
+    asked, usual = pool.predict(of(vision, 100).planned)[0], pool.predict(of(vision).planned)[0]
+    assert asked is not None
+    assert asked == pytest.approx(usual, rel=0.5)
+    await asyncio.gather(*calls)

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import math
 import random
-from typing import Any
 
 import pytest
+from tests.server.pool.pools import make_job
 
 from npugrad_server.pool.run_times import MAX_ESTIMATES, STALE_S, RunTimes, WorkSize, work_size_of
 
@@ -100,7 +100,7 @@ def test_memory_is_bounded_and_the_least_recent_goes_first() -> None:
     assert times.expect((1,), work(1000))[0] == 0
 
 
-def test_a_call_is_sized_by_all_of_its_tensors(job: Any) -> None:
-    found = work_size_of(job(n=2, c=8, hxw=16, group=2).planned)
+def test_a_call_is_sized_by_all_of_its_tensors() -> None:
+    found = work_size_of(make_job(n=2, c=8, hxw=16, group=2).planned)
     assert found.key == ("group_norm_backward", "float32", 11)
     assert 2048 <= round(math.exp(found.log_bytes)) < 4096

@@ -1,4 +1,4 @@
-"""Which plans a process was brought: numbers, what is dropped, and when it is told."""
+"""A planned call and its plan; which plans a process was brought, what is dropped, and when it is told."""
 
 from __future__ import annotations
 
@@ -7,18 +7,41 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.server.pool.pools import make_job
 
 from npugrad import get_operator
 from npugrad.call import CallOptions
-from npugrad_server.pool import CallPlan
+from npugrad_server.pool import CallPlan, PlannedCall
+from npugrad_server.pool.admission import demand_of
 from npugrad_server.pool.sent_plans import SentPlans
 from npugrad_server.worker.protocol import ForgetPlan
+
+OPTIONS = CallOptions(deterministic=True, priority=7, label="x", verify=True)
 
 
 def plans(count: int) -> list[CallPlan]:
     record = get_operator("group_norm_backward")
     call = record.build()
     return [CallPlan(record, call, record.infer(call), CallOptions(), is_kept=True) for _ in range(count)]
+
+
+def test_a_call_that_shares_none_has_a_plan_of_its_own_without_label_and_priority() -> None:
+    made = make_job().planned.plan
+    first, second = (PlannedCall.alone(made.record, made.call, made.outputs, OPTIONS) for _ in range(2))
+    assert first.plan is not second.plan
+    assert not first.plan.is_kept
+    assert first.options == OPTIONS
+    assert first.plan.options == CallOptions(deterministic=True, verify=True)
+    assert (first.plan.record, first.plan.call, first.plan.outputs) == (made.record, made.call, made.outputs)
+
+
+def test_calls_of_a_plan_share_what_was_counted_for_it() -> None:
+    one = make_job(verify=True).planned
+    plan = CallPlan(one.plan.record, one.plan.call, one.plan.outputs, one.plan.options, is_kept=True)
+    first, second = PlannedCall(plan, OPTIONS, "r1", 1.0), PlannedCall(plan, OPTIONS, "r2", None)
+    assert demand_of(first) is demand_of(second)
+    assert demand_of(first) == demand_of(one)
+    assert demand_of(first, own_memory=True) != demand_of(first)
 
 
 @pytest.fixture

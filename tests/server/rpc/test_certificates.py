@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import structlog
 import trustme
-from tests.server.pool.conftest import until
+from tests.server.pool.pools import until
 
 from npugrad_server.config import ServerSettings
 from npugrad_server.rpc.certificates import LiveCertificates

@@ -1,4 +1,4 @@
-"""The scheduler against a world that does anything at any time, with the promises kept in a model."""
+"""The scheduler in a world that does anything at any time, with the promises kept in a model."""
 
 from __future__ import annotations
 
@@ -6,12 +6,6 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-
-from npugrad import Product
-from npugrad_server.backends.base import RestartPolicy
 from npugrad_server.pool.call_lifecycle import EXHAUSTION_REASONS, SUSPECT_ATTEMPTS
 from npugrad_server.pool.circuit_breaker import OPEN_S
 from npugrad_server.pool.commands import (
@@ -19,7 +13,6 @@ from npugrad_server.pool.commands import (
     Command,
     CompleteCall,
     FailCall,
-    Failure,
     KillWorker,
     PostponeCall,
     RedirectCall,
@@ -33,7 +26,6 @@ from npugrad_server.pool.commands import (
 from npugrad_server.pool.device_memory import workspace_footprint
 from npugrad_server.pool.scheduler import Scheduler
 from npugrad_server.pool.state import CallState, WorkerState
-from npugrad_server.pool.tenant import Tenant
 from npugrad_server.pool.types import DeviceState, PoolSettings
 from npugrad_server.pool.worker_lifecycle import SLOWEST_S, STARTS_AT_ONCE, TURN_S
 from npugrad_server.worker.protocol import AbandonCall, WorkspaceGranted, WorkspaceRefused
@@ -43,17 +35,6 @@ DEVICE = 8 * 512
 """Memory that a device with its own has at most."""
 UNSUPPORTED = ("OPERATOR_UNSUPPORTED", "DETERMINISM_UNSUPPORTED")
 OPERATORS = ("", "p", "q")
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What calls have alike."""
-
-    signature: int
-
-
-PLANS = (Plan(1), Plan(2))
-TENANTS = (Tenant("small", 0.5), Tenant("even"), Tenant("large", 4.0))
 
 
 @dataclass
@@ -116,9 +97,10 @@ class Process:
         )
 
 
-class SchedulerWorld(RuleBasedStateMachine):
+class SchedulerWorld:
+    """One scheduler, with what calls, devices and processes do; what begins with "promise" is checked."""
+
     def __init__(self) -> None:
-        super().__init__()
         self.now = 0.0
         self.calls: dict[int, Call] = {}
         self.processes: dict[int, Process] = {}
@@ -278,91 +260,11 @@ class SchedulerWorld(RuleBasedStateMachine):
 
     # --------------------------------------------------------------------------------------------- the world
 
-    @initialize(
-        workers=st.integers(1, 4),
-        streams=st.integers(1, 3),
-        one_mode=st.booleans(),
-        own=st.booleans(),
-        heavy=st.booleans(),
-    )
-    def open(self, workers: int, streams: int, one_mode: bool, own: bool, heavy: bool) -> None:
-        config = PoolSettings(
-            ("cpu:0",) * workers,
-            Product.ATLAS_A2,
-            0,
-            ARENA,
-            0,
-            99,
-            streams,
-            5.0,
-            20.0,
-            1.0,
-            8.0,
-            4,
-            ATTEMPTS,
-        )
-        self.streams, self.one_mode, self.own, self.heavy = streams, one_mode, own, heavy
-        specs = [WorkerSpec(streams, ARENA, "host", heavy)] * workers
-        self.scheduler = Scheduler(config, specs, {"host": MEMORY})
+    def open(self, settings: PoolSettings, *, one_mode: bool, own: bool, heavy: bool) -> None:
+        self.streams, self.one_mode, self.own, self.heavy = settings.streams_per_device, one_mode, own, heavy
+        specs = [WorkerSpec(self.streams, ARENA, "host", heavy) for _ in settings.devices]
+        self.scheduler = Scheduler(settings, specs, {"host": MEMORY})
         self.obey(self.scheduler.start(self.now))
-
-    @rule(
-        priority=st.integers(-1, 1),
-        label=st.sampled_from("abc"),
-        deterministic=st.booleans(),
-        deadline=st.none() | st.floats(0, 30),
-        output_bytes=st.sampled_from([0, 1, 64, 100, 128, 256]),
-        memory_bytes=st.sampled_from([0, 0, 30, 100]),
-        blocks=st.integers(0, 9),
-        needs=st.integers(0, 9),
-        operator=st.sampled_from(OPERATORS),
-        tenant=st.sampled_from(TENANTS),
-        plan=st.none() | st.sampled_from(PLANS),
-        expected_s=st.sampled_from([0.0, 0.1, 5.0]),
-    )
-    def submit(
-        self,
-        priority: int,
-        label: str,
-        deterministic: bool,
-        deadline: float | None,
-        output_bytes: int,
-        memory_bytes: int,
-        blocks: int,
-        needs: int,
-        operator: str,
-        tenant: Tenant,
-        plan: Plan | None,
-        expected_s: float,
-    ) -> None:
-        number = len(self.calls)
-        due = None if deadline is None else self.now + deadline
-        request = CallState(
-            number,
-            priority,
-            label,
-            deterministic,
-            due,
-            output_bytes,
-            memory_bytes,
-            512 * blocks,
-            needs // 2,
-            operator,
-            tenant,
-            expected_s=expected_s,
-            plan=plan,
-        )
-        # Two needs share a key, so that what was learned is right, too much and too little in turn.
-        self.calls[number] = Call(request, needs=needs)
-        self.obey(self.scheduler.submit(request, self.now))
-
-    @precondition(lambda self: any(not p.open for p in self.processes.values()))
-    @rule(data=st.data())
-    def become_ready(self, data: st.DataObject) -> None:
-        worker = data.draw(st.sampled_from([w for w, p in self.processes.items() if not p.open]))
-        unavailable = data.draw(st.sets(st.sampled_from(OPERATORS[1:])))
-        mode = data.draw(st.sampled_from([None, None, False, True]))
-        self._ready(worker, data.draw(st.integers(0, 8)) * 512, frozenset(unavailable), mode)
 
     def _ready(
         self,
@@ -391,12 +293,6 @@ class SchedulerWorld(RuleBasedStateMachine):
             )
         )
 
-    @precondition(lambda self: any(c.running for c in self.calls.values()))
-    @rule(data=st.data())
-    def ask(self, data: st.DataObject) -> None:
-        """The first phase of a call is through."""
-        self._ask(data.draw(st.sampled_from([n for n, c in self.calls.items() if c.running])))
-
     def _ask(self, number: int) -> None:
         call = self.calls[number]
         start = call.starts[-1]
@@ -406,13 +302,6 @@ class SchedulerWorld(RuleBasedStateMachine):
         command = self.scheduler.need_workspace(start.worker, start.incarnation, number, call.workspace)
         self.obey(command)
         assert (call.refusal is None) == (call.granted == call.workspace), "a question without an answer"
-
-    @precondition(lambda self: any(c.running and c.refusal for c in self.calls.values()))
-    @rule(data=st.data())
-    def come_back(self, data: st.DataObject) -> None:
-        """A call that was refused its workspace is given back, or fails."""
-        refused = [n for n, c in self.calls.items() if c.running and c.refusal]
-        self._come_back(data.draw(st.sampled_from(refused)))
 
     def _come_back(self, number: int) -> None:
         call = self.calls[number]
@@ -432,11 +321,6 @@ class SchedulerWorld(RuleBasedStateMachine):
         """Calls that run, but for one that a process has named as what its device failed under."""
         named = {process.named for process in self.processes.values()}
         return [number for number, call in self.calls.items() if call.running and number not in named]
-
-    @precondition(lambda self: self._answerable())
-    @rule(data=st.data(), reason=st.sampled_from(["", "", "INTERNAL", *sorted(EXHAUSTION_REASONS)]))
-    def answer(self, data: st.DataObject, reason: str) -> None:
-        self._answer(data.draw(st.sampled_from(self._answerable())), reason)
 
     def _answer(self, number: int, reason: str = "") -> None:
         call = self.calls[number]
@@ -483,27 +367,6 @@ class SchedulerWorld(RuleBasedStateMachine):
         process = self.processes.get(worker.index)
         return process is not None and not process.refuses(call)
 
-    @precondition(lambda self: any(not p.open for p in self.processes.values()))
-    @rule(data=st.data(), stage=st.sampled_from(["importing", "taking the device"]))
-    def get_on(self, data: st.DataObject, stage: str) -> None:
-        """A process that opens its device comes to another stage."""
-        worker = data.draw(st.sampled_from([w for w, p in self.processes.items() if not p.open]))
-        self.obey(self.scheduler.progress(worker, self.processes[worker].incarnation, stage, self.now))
-
-    @precondition(lambda self: any(not p.open for p in self.processes.values()))
-    @rule(data=st.data())
-    def not_start(self, data: st.DataObject) -> None:
-        """The host has nothing left for a process."""
-        worker = data.draw(st.sampled_from([w for w, p in self.processes.items() if not p.open]))
-        process = self.processes.pop(worker)
-        lost = self.scheduler.lost(worker, process.incarnation, "EMFILE", self.now, host=True)
-        self.obey(lost)
-
-    @precondition(lambda self: self.processes)
-    @rule(data=st.data())
-    def die(self, data: st.DataObject) -> None:
-        self._die(data.draw(st.sampled_from(sorted(self.processes))))
-
     def _die(self, worker: int) -> None:
         process, calls = self.processes.pop(worker), self._on(worker)
         for call in calls:
@@ -512,125 +375,72 @@ class SchedulerWorld(RuleBasedStateMachine):
         self.countable[worker] += len(calls) < 2 or process.named is not None
         self.obey(self.scheduler.lost(worker, process.incarnation, "signal 9", self.now))
 
-    @precondition(lambda self: any(not p.told_to_end for p in self.processes.values()))
-    @rule(
-        data=st.data(),
-        restart_policy=st.sampled_from(RestartPolicy),
-        retry=st.booleans(),
-        exempt=st.booleans(),
-    )
-    def complain(self, data: st.DataObject, restart_policy: RestartPolicy, retry: bool, exempt: bool) -> None:
-        """A process says that its device failed, under one of its calls or while it was being opened."""
-        worker = data.draw(st.sampled_from([w for w, p in self.processes.items() if not p.told_to_end]))
-        process, call, code = self.processes[worker], None, None
-        if process.open:
-            running = [n for n, c in self.calls.items() if c.running and c.starts[-1].worker == worker]
-            call, code = (data.draw(st.sampled_from(running)), 507015) if running else (None, None)
-        failure = Failure("words", restart_policy, call, code, retry, exempt)
-        self.obey(self.scheduler.failing(worker, process.incarnation, failure, self.now))
-        if call is not None:
-            self.calls[call].suspect = True
-        assert not process.open or process.told_to_end, "a device that failed stays in the pool"
-        process.told_to_end, process.named = True, call
-        if restart_policy is RestartPolicy.NEVER:
-            self.damaged.add(worker)
-
-    @precondition(lambda self: self.calls)
-    @rule(data=st.data())
-    def cancel(self, data: st.DataObject) -> None:
-        number = data.draw(st.sampled_from(sorted(self.calls)))
-        # Only a caller that still waits cancels.
-        self.calls[number].cancelled |= not self.calls[number].answers
-        self.obey(self.scheduler.cancel(number, self.now))
-
-    @precondition(lambda self: self.calls)
-    @rule(data=st.data())
-    def close(self, data: st.DataObject) -> None:
-        self._close(data.draw(st.sampled_from(sorted(self.calls))))
-
     def _close(self, number: int) -> None:
         call = self.calls[number]
         call.cancelled |= not call.answers
         call.closed = True
         self.obey(self.scheduler.close(number, self.now))
 
-    @rule(seconds=st.floats(0, 12))
     def pass_time(self, seconds: float) -> None:
         self.now += seconds
         self.obey(self.scheduler.tick(self.now))
 
     # -------------------------------------------------------------------------------------------- promises
 
-    @invariant()
-    def streams_and_memory_are_never_exceeded(self) -> None:
+    def promise_streams_and_memory_are_never_exceeded(self) -> None:
         for worker in self.processes:
             assert len(self._on(worker)) <= self.streams
         assert sum(c.request.memory_bytes for c in self.calls.values() if c.running) <= MEMORY
 
-    @invariant()
-    def a_devices_own_memory_is_what_its_calls_hold_and_never_more_than_it_has(self) -> None:
+    def promise_a_devices_own_memory_is_what_its_calls_hold_and_never_more_than_it_has(self) -> None:
         for worker, process in self.processes.items():
             if process.memory is not None:
                 held = sum(call.device_bytes for call in self._on(worker))
                 assert held == self.scheduler.workers[worker].memory_used_bytes <= process.memory
 
-    @invariant()
-    def a_worker_knows_which_of_its_calls_nobody_waits_for(self) -> None:
+    def promise_a_worker_knows_which_of_its_calls_nobody_waits_for(self) -> None:
         for call in self.calls.values():
             # One that is being ended, such as for a call that ran too long, need not be told.
             if call.running and not self.processes[call.starts[-1].worker].told_to_end:
                 assert call.abandoned == bool(call.answers or call.cancelled)
 
-    @invariant()
-    def a_device_is_given_up_for_damage_only_and_otherwise_tried_before_long(self) -> None:
-        if hasattr(self, "scheduler") and self.scheduler.workers[0].incarnation:
-            for worker in self.scheduler.workers:
-                assert not worker.damaged or worker.index in self.damaged
-                assert worker.alive == (worker.index in self.processes)
-                if not worker.damaged and not worker.alive:
-                    assert worker.alarm is not None, "nobody tries it again"
-                    assert worker.alarm <= self.now + SLOWEST_S
+    def promise_a_device_is_given_up_for_damage_only_and_otherwise_tried_before_long(self) -> None:
+        for worker in self.scheduler.workers:
+            assert not worker.damaged or worker.index in self.damaged
+            assert worker.alive == (worker.index in self.processes)
+            if not worker.damaged and not worker.alive:
+                assert worker.alarm is not None, "nobody tries it again"
+                assert worker.alarm <= self.now + SLOWEST_S
 
-    @invariant()
-    def no_device_answers_for_what_may_be_the_fault_of_a_call_or_of_the_host(self) -> None:
-        if hasattr(self, "scheduler"):
-            for worker in self.scheduler.workers:
-                assert worker.failures <= self.countable[worker.index]
+    def promise_no_device_answers_for_what_may_be_the_fault_of_a_call_or_of_the_host(self) -> None:
+        for worker in self.scheduler.workers:
+            assert worker.failures <= self.countable[worker.index]
 
-    @invariant()
-    def the_queue_counts_what_waits_and_what_runs(self) -> None:
-        if hasattr(self, "scheduler"):
-            queue = self.scheduler.queue
-            assert queue.count == sum(1 for _ in queue)
-            assert queue.running == self.scheduler.running
-            waiting = [c for c in self.calls.values() if not (c.running or c.answers or c.cancelled)]
-            assert sorted(call.id for call in queue) == sorted(call.request.id for call in waiting)
+    def promise_the_queue_counts_what_waits_and_what_runs(self) -> None:
+        queue = self.scheduler.queue
+        assert queue.count == sum(1 for _ in queue)
+        assert queue.running == self.scheduler.running
+        waiting = [c for c in self.calls.values() if not (c.running or c.answers or c.cancelled)]
+        assert sorted(call.id for call in queue) == sorted(call.request.id for call in waiting)
 
-    @invariant()
-    def nobody_is_answered_or_released_twice(self) -> None:
+    def promise_nobody_is_answered_or_released_twice(self) -> None:
         for call in self.calls.values():
             assert call.answers <= 1
             assert call.released <= 1
 
-    @invariant()
-    def an_overdue_alarm_is_never_left_behind(self) -> None:
-        if hasattr(self, "scheduler") and self.scheduler.workers[0].incarnation:
-            alarm = self.scheduler.next_alarm()
-            assert alarm is None or alarm >= self.now or self.scheduler.tick(self.now) == []
+    def promise_an_overdue_alarm_is_never_left_behind(self) -> None:
+        alarm = self.scheduler.next_alarm()
+        assert alarm is None or alarm >= self.now or self.scheduler.tick(self.now) == []
 
-    @invariant()
-    def what_is_kept_of_the_devices_is_so(self) -> None:
-        if hasattr(self, "scheduler"):
-            eligibility, workers = self.scheduler.eligibility, self.scheduler.workers
-            for kind, found in eligibility.items():
-                assert found == eligibility.fresh(*kind)
-            assert self.scheduler.all_down == all(worker.state is DeviceState.DOWN for worker in workers)
-            assert self.scheduler.running == sum(len(worker.running) for worker in workers)
+    def promise_what_is_kept_of_the_devices_is_so(self) -> None:
+        eligibility, workers = self.scheduler.eligibility, self.scheduler.workers
+        for kind, found in eligibility.items():
+            assert found == eligibility.fresh(*kind)
+        assert self.scheduler.all_down == all(worker.state is DeviceState.DOWN for worker in workers)
+        assert self.scheduler.running == sum(len(worker.running) for worker in workers)
 
     def teardown(self) -> None:
         """Whatever happened: once it calms down, every call gets its answer and its memory goes back."""
-        if not hasattr(self, "scheduler"):
-            return
         for _ in range(10 * len(self.calls) + 100):
             if all((c.answers or c.cancelled) and not c.running for c in self.calls.values()):
                 break
@@ -679,7 +489,3 @@ class SchedulerWorld(RuleBasedStateMachine):
         if any(w.state is DeviceState.RESTARTING for w in self.scheduler.workers):
             self.now = max(self.now, self.scheduler.next_alarm() or self.now)
         self.obey(self.scheduler.tick(self.now))
-
-
-SchedulerWorld.TestCase.settings = settings(stateful_step_count=60, deadline=None)
-TestSchedulerWorld = SchedulerWorld.TestCase

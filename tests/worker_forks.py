@@ -1,0 +1,194 @@
+"""Forks workers from a process that has imported their program: a tenth of what it takes to start one.
+
+They are children of whoever asks, as those that `subprocess` starts: it adopts what its template has forked.
+Only their command line, and the environment that the kernel shows of them, are the template's; `comm` is
+what they are for.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import fcntl
+import gc
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from npugrad_server.pool.process import WorkerProcess
+from npugrad_server.pool.reaper import start_child
+
+_IMPORTED = ("worker.loop", "worker.memory", "worker.verifier", "backends.cpu", "backends.test")
+_MAX_REQUEST_BYTES = 128 * 1024
+_ADOPT_ORPHANS = 36
+"""`PR_SET_CHILD_SUBREAPER`: whether orphaned descendants become children of this process."""
+
+
+class ForkedWorker:
+    """As much of `subprocess.Popen` as workers need.
+
+    Attributes:
+        pid: Process number.
+        returncode: Its exit status once it was waited for.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Waits for its end; returns its exit status."""
+        if self.returncode is None:
+            if timeout is not None:
+                self._wait_until_ended(timeout)
+            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self.returncode
+
+    def _wait_until_ended(self, timeout: float) -> None:
+        descriptor = os.pidfd_open(self.pid)
+        try:
+            if not select.select([descriptor], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
+        finally:
+            os.close(descriptor)
+
+    def send_signal(self, sig: int) -> None:
+        """Sends a signal unless it was waited for."""
+        if self.returncode is None:
+            os.kill(self.pid, sig)
+
+    def kill(self) -> None:
+        """Kills it unless it was waited for."""
+        self.send_signal(signal.SIGKILL)
+
+
+class _Template:
+    """The process that is forked; ends with this one."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._prctl = ctypes.CDLL(None, use_errno=True).prctl
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", __name__, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+        atexit.register(self._close)
+
+    def _close(self) -> None:
+        self._control.close()
+        self._process.wait()
+
+    def fork(self, module: str, device: str, descriptors: Sequence[int], print_fd: int) -> ForkedWorker:
+        request = json.dumps([module, device, list(descriptors), dict(os.environ)]).encode()
+        report, to_report = os.pipe()
+        with self._lock, open(report, "rb") as told:
+            self._prctl(_ADOPT_ORPHANS, 1, 0, 0, 0)
+            try:
+                socket.send_fds(self._control, [request], [to_report, print_fd, *descriptors])
+                os.close(to_report)
+                return ForkedWorker(int(told.read()))
+            finally:
+                self._prctl(_ADOPT_ORPHANS, 0, 0, 0, 0)
+
+
+template = cache(_Template)
+
+
+def fork_worker(
+    device: str, descriptors: Sequence[int], print_fd: int = 2, module: str = "npugrad_server.worker"
+) -> ForkedWorker:
+    """Forks a worker.
+
+    Args:
+        device: What it is for, as in its command line.
+        descriptors: What it has by the same numbers as this process; first its socket.
+        print_fd: Descriptor that it prints to.
+        module: Module that it runs.
+    """
+    return template().fork(module, device, descriptors, print_fd)
+
+
+def _spawn(self: Any, module: str, theirs: socket.socket, threads: int, print_fd: int) -> Any:
+    descriptors = theirs.fileno(), self._inputs.worker_fd, self.outputs.fd
+    start: Any = lambda: fork_worker(self.device, descriptors, print_fd, module)  # noqa: E731
+    return start_child(start)
+
+
+@contextmanager
+def forked_workers() -> Iterator[None]:
+    """The workers of all pools are forked for a block."""
+    template()
+    with mock.patch.object(WorkerProcess, "_spawn", _spawn):
+        yield
+
+
+def _serve(control: socket.socket) -> str:
+    """Forks at each request; returns in what was forked, with the module that it is to run."""
+    while True:
+        data, received, _, _ = socket.recv_fds(control, _MAX_REQUEST_BYTES, 16)
+        if not data:
+            sys.exit()
+        report, *others = received
+        if not (middle := os.fork()):
+            # Its parent ends at once, so that it is adopted.
+            if pid := os.fork():
+                os.write(report, str(pid).encode())
+                os._exit(0)
+            control.close()
+            os.close(report)
+            return _become(json.loads(data), others)
+        os.waitpid(middle, 0)
+        for descriptor in received:
+            os.close(descriptor)
+
+
+def _become(request: list[Any], received: list[int]) -> str:
+    module, device, numbers, environment = request
+    os.setsid()
+    os.dup2(received[0], 1)
+    os.dup2(received[0], 2)
+    # Out of the way of each other first.
+    kept = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, max(numbers) + 1) for descriptor in received[1:]]
+    for descriptor in received:
+        os.close(descriptor)
+    for descriptor, number in zip(kept, numbers, strict=True):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv[:] = [module, device, str(numbers[0])]
+    Path("/proc/self/comm").write_text(device[:15])
+    return str(module)
+
+
+def main(descriptor: int) -> None:
+    """Runs the template, and then whatever it has become."""
+    with socket.socket(fileno=descriptor) as control:
+        for name in _IMPORTED:
+            importlib.import_module(f"npugrad_server.{name}")
+        gc.freeze()
+        # Ctrl-C at a terminal is for the tests.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        module = _serve(control)
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
