@@ -6,9 +6,9 @@ import dataclasses
 import inspect
 import re
 from importlib.resources import files
-from types import ModuleType
 
 import pytest
+from tests.client.public_names import shown
 
 import npugrad
 import npugrad_client
@@ -24,29 +24,21 @@ RECORDS = pytest.mark.parametrize("record", OPERATORS.values(), ids=list(OPERATO
 
 
 def test_the_public_list_is_what_the_package_shows() -> None:
-    shown = {
-        name
-        for name, value in vars(npugrad_client).items()
-        if not name.startswith("_") and not isinstance(value, ModuleType) and name != "annotations"
-    }
-    assert shown == set(npugrad_client.__all__)
+    assert shown(npugrad_client) == set(npugrad_client.__all__)
     assert npugrad_client.__all__ == sorted(npugrad_client.__all__)
+    for name in npugrad_client.errors.__all__:
+        assert issubclass(getattr(npugrad_client, name), NpugradError)
+    assert files(npugrad_client).joinpath("py.typed").is_file()
 
 
-def test_every_public_name_is_documented() -> None:
+def test_every_public_name_and_every_field_of_a_record_is_documented() -> None:
     for name in npugrad_client.__all__:
-        value = getattr(npugrad_client, name)
-        assert inspect.getdoc(value), name
+        value, doc = getattr(npugrad_client, name), inspect.getdoc(getattr(npugrad_client, name)) or ""
+        assert doc, name
         if inspect.isclass(value) and value.__module__.startswith("npugrad_client"):
             for method, function in inspect.getmembers(value, inspect.isfunction):
                 assert method.startswith("_") or inspect.getdoc(function), f"{name}.{method}"
-
-
-def test_every_field_of_a_record_is_documented() -> None:
-    for name in npugrad_client.__all__:
-        value = getattr(npugrad_client, name)
         if dataclasses.is_dataclass(value) and name != "ServerLimits":
-            doc = inspect.getdoc(value) or ""
             for found in dataclasses.fields(value):
                 assert f"\n    {found.name}: " in doc, f"{name}.{found.name}"
 
@@ -71,15 +63,6 @@ def test_what_methods_give_back_is_public() -> None:
             todo += [str(f.type) for f in dataclasses.fields(own[name])]
     assert reached == set(own), "a record that no method gives back"
     assert reached <= set(npugrad_client.__all__)
-
-
-def test_all_exceptions_are_one_family() -> None:
-    for name in npugrad_client.errors.__all__:
-        assert issubclass(getattr(npugrad_client, name), NpugradError)
-
-
-def test_the_package_is_typed() -> None:
-    assert files(npugrad_client).joinpath("py.typed").is_file()
 
 
 # --------------------------------------------------------------------------------------- generated methods

@@ -65,18 +65,20 @@ class Spans:
 
 
 def ids(span: ReadableSpan) -> SpanContext:
-    """Its context."""
     return cast("SpanContext", span.context)
 
 
+def said(span: ReadableSpan) -> dict[str, Any]:
+    """Its attributes."""
+    return dict(span.attributes or {})
+
+
 def seconds(span: ReadableSpan) -> float:
-    """How long it took."""
     return ((span.end_time or 0) - (span.start_time or 0)) / 1e9
 
 
 @pytest.fixture
 def spans() -> Iterator[Spans]:
-    """Kept spans."""
     kept = Spans()
     yield kept
     kept.provider.shutdown()
@@ -125,7 +127,7 @@ def test_a_call_and_its_try_are_spans_of_one_trace_and_the_server_is_told_of_the
     assert call.parent == outer.get_span_context()
     assert one in spans.inside(call)
     assert one.name == f"npugrad.v1.BackwardService/{method}"
-    assert dict(one.attributes or {}) == {
+    assert said(one) == {
         "rpc.system": "grpc",
         "rpc.service": "npugrad.v1.BackwardService",
         "rpc.method": method,
@@ -135,7 +137,7 @@ def test_a_call_and_its_try_are_spans_of_one_trace_and_the_server_is_told_of_the
         "npugrad.try": 1,
     }
     expected = {"npugrad.operator": OPERATOR, "npugrad.device": "test:0", "npugrad.tries": 1}
-    assert expected.items() <= dict(call.attributes or {}).items()
+    assert expected.items() <= said(call).items()
     assert (call.status.status_code, one.status.status_code) == (StatusCode.UNSET, StatusCode.UNSET)
     (header,) = told.headers
     told_of, flags = header["traceparent"].rsplit("-", 1)
@@ -156,7 +158,7 @@ def test_retries_are_spans_of_one_trace_and_each_says_how_it_failed(
     assert told.span_ids == [f"{ids(one).span_id:016x}" for one in tries]
     assert {one.parent and one.parent.span_id for one in tries} == {ids(call).span_id}
     assert {ids(span).trace_id for span in spans.all()} == {ids(call).trace_id}
-    attributes = [dict(one.attributes or {}) for one in tries]
+    attributes = [said(one) for one in tries]
     assert [a["npugrad.try"] for a in attributes] == [1, 2, 3]
     assert [a["rpc.grpc.status_code"] for a in attributes] == [8, 8, 0]
     assert [a.get("error.type") for a in attributes] == ["ServerBusy", "ServerBusy", None]
@@ -165,7 +167,7 @@ def test_retries_are_spans_of_one_trace_and_each_says_how_it_failed(
         (event,) = one.events
         assert "the queue is full" in str((event.attributes or {})["exception.message"])
     assert call.status.status_code is StatusCode.UNSET
-    assert (call.attributes or {})["npugrad.tries"] == 3
+    assert said(call)["npugrad.tries"] == 3
     assert [span.name for span in spans.inside(call) if span.name == "wait"] == ["wait"] * 2
 
 
@@ -178,9 +180,9 @@ def test_a_call_that_fails_says_so_without_its_operands(spans: Spans, make: Make
     for span in (call, one):
         (event,) = span.events
         assert span.status.status_code is StatusCode.ERROR
-        assert (span.attributes or {})["error.type"] == "InvalidOperand"
+        assert said(span)["error.type"] == "InvalidOperand"
         assert set(event.attributes or {}) == {"exception.type", "exception.message"}
-    assert (one.attributes or {})["rpc.grpc.status_code"] == 3
+    assert said(one)["rpc.grpc.status_code"] == 3
 
 
 def test_a_call_that_is_never_sent_is_a_span_without_tries(spans: Spans) -> None:
@@ -211,9 +213,9 @@ def test_a_hedge_is_another_try_of_the_trace_and_the_loser_is_cancelled(spans: S
         gate.open()
     call, tries = spans.call(), spans.tries()
     assert sorted(told.span_ids) == sorted(f"{ids(one).span_id:016x}" for one in tries)
-    assert sorted(int(str((one.attributes or {})["npugrad.try"])) for one in tries) == [1, 2]
+    assert sorted(said(one)["npugrad.try"] for one in tries) == [1, 2]
     # On a busy machine either try may arrive first; the one that does is held and loses.
-    codes = {f"{ids(one).span_id:016x}": (one.attributes or {})["rpc.grpc.status_code"] for one in tries}
+    codes = {f"{ids(one).span_id:016x}": said(one)["rpc.grpc.status_code"] for one in tries}
     assert (codes.pop(held[0]), list(codes.values())) == (1, [0])
     assert {one.parent and one.parent.span_id for one in tries} == {ids(call).span_id}
 
@@ -237,7 +239,7 @@ def test_stages_lie_in_their_parents_and_take_as_long_as_the_timeline_says(
     assert found == pytest.approx({stage: timeline.seconds(stage) for stage in ours}, abs=1e-6)
     theirs = {
         key.removeprefix("npugrad.server.").removesuffix("_s"): value
-        for key, value in (one.attributes or {}).items()
+        for key, value in said(one).items()
         if key.startswith("npugrad.server.")
     }
     assert {"decode", "queued", "run", "encode"} <= theirs.keys()
@@ -261,10 +263,10 @@ def test_a_trace_that_is_not_sampled_goes_on_unsampled_with_its_state(spans: Spa
     assert (int(trace_id, 16), flags, header["tracestate"]) == (0xABC, "00", "vendor=1")
 
 
-def test_futures_are_in_the_span_of_who_started_them(spans: Spans) -> None:
-    tracer = spans.provider.get_tracer("test")
-    with fake_service() as seen, Client(seen.address, tracing=spans.provider) as client:
-        with tracer.start_as_current_span("outer") as outer:
+@BOTH
+def test_futures_are_in_the_span_of_who_started_them(spans: Spans, make: Make) -> None:
+    with fake_service() as seen, make(seen.address, tracing=spans.provider) as client:
+        with spans.provider.get_tracer("test").start_as_current_span("outer") as outer:
             future = client.submit.group_norm_backward(**group_norm())
         future.result()
     assert spans.call().parent == outer.get_span_context()
@@ -272,20 +274,13 @@ def test_futures_are_in_the_span_of_who_started_them(spans: Spans) -> None:
 
 @WAYS
 @BOTH
-def test_without_tracing_nothing_is_sent(make: Make, way: int) -> None:
+@pytest.mark.parametrize("tracing", [False, True], ids=["without tracing", "without a provider"])
+def test_nothing_is_sent_of_an_application_that_never_set_it_up(make: Make, way: int, tracing: bool) -> None:
     told = Told()
     with fake_service(told.unary, told.execute) as seen:
-        call_once(make, seen.address, stream_from_bytes=way)
+        call_once(make, seen.address, stream_from_bytes=way, tracing=tracing)
     (header,) = told.headers
     assert not header.keys() & {"traceparent", "tracestate", "baggage"}
-
-
-def test_without_a_provider_nothing_is_sent_either() -> None:
-    """Of an application that never set one up."""
-    told = Told()
-    with fake_service(told.unary) as seen:
-        call_once(Client, seen.address, tracing=True)
-    assert "traceparent" not in told.headers[0]
 
 
 _WITHOUT = """
@@ -314,13 +309,10 @@ def test_a_client_needs_opentelemetry_for_tracing_only_and_says_how_to_get_it() 
     assert ran.stdout.count("pip install 'npugrad[otel]'") == 2
 
 
-def test_what_is_no_provider_is_refused() -> None:
+def test_a_client_that_traces_by_the_global_provider_can_be_pickled_and_no_other(spans: Spans) -> None:
     for kind in (Client, AsyncClient):
         with pytest.raises(TypeError, match=r"tracing: found str; expected a TracerProvider or a bool"):
             kind("localhost", tracing=cast("Any", "jaeger"))
-
-
-def test_a_client_that_traces_by_the_global_provider_can_be_pickled_and_no_other(spans: Spans) -> None:
     with Client("localhost", tracing=True) as client, pickle.loads(pickle.dumps(client)) as copy:
         assert copy._tracing is not None
     with (
