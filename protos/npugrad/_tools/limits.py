@@ -44,7 +44,6 @@ EXCEPTIONS = {
     "server/npugrad_server/config.py": "every setting with its documentation, from which tables are made",
     "server/npugrad_server/logs.py:configure": "one list of processors in their order",
     "server/npugrad_server/metrics.py:Metrics._make_pool_counters": "a table of metrics",
-    "tests/server/pool/test_scheduler_properties.py": "one state machine",
 }
 """Why a file, or a function given with its classes, may be longer."""
 
