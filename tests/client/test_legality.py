@@ -17,6 +17,7 @@ from npugrad_client import (
     InvalidOperand,
     MalformedRequest,
     NullOperand,
+    OperatorError,
     TilingError,
     UnsupportedOperator,
     _legality,
@@ -62,49 +63,42 @@ def test_what_a_product_lacks_is_refused_for_it_alone() -> None:
         _legality.require_legal(_legality.FLOYD_ATTENTION, inputs, {})
 
 
-def test_deformable_attention_is_held_to_what_its_gradient_will_need() -> None:
+def test_attention_is_held_to_what_its_gradient_will_need() -> None:
     _legality.require_legal_deformable_attention(DEFORMABLE)
     grad_output = TensorMeta("bfloat16", (2, 6, 2 * 8))
     verdict = npugrad.validate(
         _legality.DEFORMABLE_ATTENTION, inputs={**DEFORMABLE, "grad_output": grad_output}, attrs={}
     )
     assert not verdict.violations
+    for mask in (FLOYD["atten_mask"], None):
+        _legality.require_legal_floyd_attention({**FLOYD, "atten_mask": mask}, 0.5)
 
 
-@pytest.mark.parametrize(
-    ("change", "cls", "operand"),
-    [
-        ({"value": TensorMeta("bfloat16", (2, 47, 2, 5))}, InvalidOperand, "value"),
-        ({"value": TensorMeta("bfloat16", (2, 47, 16))}, InvalidOperand, "value"),
-        ({"location": TensorMeta("bfloat16", ())}, InvalidOperand, "location"),
-        ({"attn_weight": TensorMeta("float32", (2, 6, 2, 2, 3))}, InvalidOperand, "attn_weight"),
-        *(({name: None}, NullOperand, name) for name in DEFORMABLE),
-    ],
-)
-def test_deformable_attention_refused(change: Any, cls: Any, operand: str) -> None:
-    with pytest.raises(cls, match=rf": {operand}.*: found .*; expected") as refused:
+REFUSED: list[tuple[dict[str, Any], type[OperatorError], str]] = [
+    ({"value": TensorMeta("bfloat16", (2, 47, 2, 5))}, InvalidOperand, "value"),
+    ({"value": TensorMeta("bfloat16", (2, 47, 16))}, InvalidOperand, "value"),
+    ({"location": TensorMeta("bfloat16", ())}, InvalidOperand, "location"),
+    ({"attn_weight": TensorMeta("float32", (2, 6, 2, 2, 3))}, InvalidOperand, "attn_weight"),
+    ({"query": TensorMeta("float32", (1, 2, 16, 128, 32))}, InvalidOperand, "query"),
+    ({"key2": TensorMeta("float16", (1, 2, 128, 128, 32))}, TilingError, "key2"),
+    ({"atten_mask": TensorMeta("bool", (1, 1, 16, 256))}, TilingError, "atten_mask"),
+    *(({name: None}, NullOperand, name) for name in (*DEFORMABLE, *FLOYD) if name != "atten_mask"),
+]
+
+
+def judge(change: dict[str, Any]) -> None:
+    """Of the operator whose operand it is."""
+    if change.keys() <= DEFORMABLE.keys():
         _legality.require_legal_deformable_attention({**DEFORMABLE, **change})
-    assert operand in refused.value.violations[0].operands
-
-
-@pytest.mark.parametrize("mask", [FLOYD["atten_mask"], None])
-def test_floyd_attention_is_held_to_what_its_gradient_will_need(mask: TensorMeta | None) -> None:
-    _legality.require_legal_floyd_attention({**FLOYD, "atten_mask": mask}, 0.5)
-
-
-@pytest.mark.parametrize(
-    ("change", "cls", "operand"),
-    [
-        ({"query": TensorMeta("float32", (1, 2, 16, 128, 32))}, InvalidOperand, "query"),
-        ({"key2": TensorMeta("float16", (1, 2, 128, 128, 32))}, TilingError, "key2"),
-        ({"atten_mask": TensorMeta("bool", (1, 1, 16, 256))}, TilingError, "atten_mask"),
-        *(({name: None}, NullOperand, name) for name in FLOYD if name != "atten_mask"),
-    ],
-)
-def test_floyd_attention_refused(change: Any, cls: Any, operand: str) -> None:
-    with pytest.raises(cls, match=rf": {operand}.*: found .*; expected") as refused:
+    else:
         _legality.require_legal_floyd_attention({**FLOYD, **change}, 0.5)
-    assert operand in refused.value.violations[0].operands
+
+
+def test_attention_is_refused_with_the_operand_that_does_not_fit() -> None:
+    for change, cls, operand in REFUSED:
+        with pytest.raises(cls, match=rf": {operand}.*: found .*; expected") as refused:
+            judge(change)
+        assert operand in refused.value.violations[0].operands
 
 
 def test_it_needs_neither_of_the_two_libraries_and_nor_does_a_client() -> None:

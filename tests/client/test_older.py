@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from tests.client.fake_service import STREAMED, Context, abort_with, fake_service, group_norm
+from tests.client.both import BOTH, Make, call_once
+from tests.client.fake_service import STREAMED, Context, abort_with, fake_service
 
 from npugrad.errors import MalformedRequest, NpugradError, UnsupportedOperator
-from npugrad_client import Client
 from npugrad_client._attempt import Attempt
 from npugrad_client._older import version_question
 
@@ -17,7 +17,7 @@ OPERATOR = "group_norm_backward"
 NO_CALL = "execute: header: found no call; expected one of gelu_backward"
 
 
-def answered(error: NpugradError) -> NpugradError:
+def answered(make: Make, error: NpugradError) -> NpugradError:
     """What a caller gets where a server, which says no version, answers with an error."""
 
     def execute(frames: Iterator[Any], context: Context) -> Iterator[Any]:
@@ -25,22 +25,23 @@ def answered(error: NpugradError) -> NpugradError:
         abort_with(context, error)
         yield
 
-    with fake_service(execute=execute) as seen, Client(seen.address, stream_from_bytes=STREAMED) as client:
-        with pytest.raises(NpugradError) as caught:
-            client.group_norm_backward(**group_norm())
-        return caught.value
+    with fake_service(execute=execute) as seen, pytest.raises(NpugradError) as caught:
+        call_once(make, seen.address, stream_from_bytes=STREAMED)
+    return caught.value
 
 
+@BOTH
 @pytest.mark.parametrize(
     "error", [MalformedRequest(NO_CALL), UnsupportedOperator("found an unknown operator")]
 )
-def test_a_server_may_keep_its_version_to_itself(error: NpugradError) -> None:
-    found = answered(error)
+def test_a_server_may_keep_its_version_to_itself(make: Make, error: NpugradError) -> None:
+    found = answered(make, error)
     assert type(found) is UnsupportedOperator
     assert (found.reason, found.operator, found.request_id) == ("OPERATOR_UNSUPPORTED", OPERATOR, "abc123")
     assert "this server, of unknown version, does not have this operator" in str(found)
 
 
+@BOTH
 @pytest.mark.parametrize(
     "error",
     [
@@ -49,8 +50,8 @@ def test_a_server_may_keep_its_version_to_itself(error: NpugradError) -> None:
         UnsupportedOperator("group_norm_backward: no device has it", operator=OPERATOR),
     ],
 )
-def test_other_refusals_stay_what_they_are(error: NpugradError) -> None:
-    found = answered(error)
+def test_other_refusals_stay_what_they_are(make: Make, error: NpugradError) -> None:
+    found = answered(make, error)
     assert (type(found), str(found), found.operator) == (type(error), str(error), error.operator)
 
 

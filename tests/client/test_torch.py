@@ -11,7 +11,9 @@ from tests.client.both import WAYS
 from tests.client.fake_service import fake_service, group_norm
 from tests.fix_server import ServerProcess
 
-from npugrad_client import Client, _arrays
+from npugrad.call import ExecutionInfo
+from npugrad.products import Product
+from npugrad_client import Client, GroupNormBackwardResult, _arrays
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
@@ -162,3 +164,12 @@ def test_arrays_in_out_stay_arrays_among_tensors() -> None:
     assert grads.grad_input is mine
     assert not mine.any()
     assert isinstance(grads.grad_gamma, torch.Tensor)
+
+
+def test_a_result_shows_tensors_as_arrays() -> None:
+    tensor, array = torch.zeros(2, 3, dtype=torch.bfloat16), np.zeros(4, np.float32)
+    info = ExecutionInfo("cpu", "cpu:0", Product.ATLAS_A2)
+    found = GroupNormBackwardResult(grad_input=tensor, grad_gamma=array, grad_beta=None, info=info)
+    assert "grad_input=bfloat16[2,3]" in repr(found)
+    assert "grad_beta=None" in repr(found)
+    assert "<td>bfloat16</td><td>2 x 3</td>" in found._repr_html_()
