@@ -182,12 +182,6 @@ def repeated(reply_bytes: int, operator: str = "group_norm_backward") -> Sample:
     return Sample(record, call.with_inputs(**metas), contents, {})
 
 
-def named_samples(operator: str, product: Product = Product.ATLAS_A2) -> Iterator[Any]:
-    """Every sample of a record as a pytest parameter of (operator, name)."""
-    for found in get_operator(operator).samples(product):
-        yield pytest.param(operator, found.name, id=f"{operator}-{found.name}")
-
-
 def named_sample(operator: str, name: str, product: Product = Product.ATLAS_A2) -> Sample:
     """One sample of a record, with data."""
     record = get_operator(operator)

@@ -70,48 +70,32 @@ def test_the_wire_numbers_are_those_of_the_proto(table: type[Enum], proto: Any, 
     assert names == {member.value.lower(): vars(member)["wire"] for member in table}
 
 
-@pytest.mark.parametrize("table", [DType, Format])
-def test_acl_numbers_are_unique(table: type[Enum]) -> None:
-    numbers = [vars(member)["acl"] for member in table]
-    assert len(set(numbers)) == len(numbers)
+def test_acl_numbers_are_unique() -> None:
+    for table in (DType, Format):
+        numbers = [vars(member)["acl"] for member in table]
+        assert len(set(numbers)) == len(numbers)
 
 
-@pytest.mark.parametrize("dtype", DATA_DTYPES)
-def test_data_types_and_numpy_agree_both_ways(dtype: DType) -> None:
-    native = dtype.numpy
-    assert native.itemsize == dtype.itemsize
-    assert native.byteorder in "<=|"
-    for name in (
-        dtype,
-        dtype.value,
-        native,
-        native.type,
-        native.newbyteorder(">"),
-        np.empty(0, native).dtype,
-    ):
-        assert dtype_from_name(name) is dtype
+def test_types_with_data_are_those_of_numpy_and_others_are_known_by_name() -> None:
+    for dtype in DATA_DTYPES:
+        native = dtype.numpy
+        assert native.itemsize == dtype.itemsize
+        assert native.byteorder in "<=|"
+        names = (dtype, dtype.value, native, native.type, native.newbyteorder(">"), np.empty(0, native).dtype)
+        for name in names:
+            assert dtype_from_name(name) is dtype
+    for dtype in (d for d in DType if not d.has_data):
+        assert dtype_from_name(dtype.value) is dtype
+        with pytest.raises(TypeError, match=f"dtype {dtype} has no data; data can be sent as float32, "):
+            _ = dtype.numpy
+    for other in ("complex64", "complex128", ml_dtypes.float8_e5m2, ml_dtypes.float8_e4m3fn):
+        assert dtype_from_name(np.dtype(other)).value == np.dtype(other).name
 
 
-@pytest.mark.parametrize("dtype", [d for d in DType if not d.has_data])
-def test_other_types_are_known_by_name_and_carry_no_data(dtype: DType) -> None:
-    assert dtype_from_name(dtype.value) is dtype
-    with pytest.raises(TypeError, match=f"dtype {dtype} has no data; data can be sent as float32, "):
-        _ = dtype.numpy
-
-
-@pytest.mark.parametrize(
-    "native", ["complex64", "complex128", ml_dtypes.float8_e5m2, ml_dtypes.float8_e4m3fn]
-)
-def test_numpy_types_without_data_are_named_too(native: Any) -> None:
-    assert dtype_from_name(np.dtype(native)).value == np.dtype(native).name
-
-
-@pytest.mark.parametrize(
-    "wrong", ["float", "FLOAT32", "", "f4", None, object, np.dtype("U3"), [("a", "f4")], 3]
-)
-def test_unknown_types_are_refused_with_a_list(wrong: Any) -> None:
-    with pytest.raises(ValueError, match=r"unknown dtype .*; known are float32, float16, bfloat16, "):
-        dtype_from_name(wrong)
+def test_unknown_types_are_refused_with_a_list() -> None:
+    for wrong in ("float", "FLOAT32", "", "f4", None, object, np.dtype("U3"), [("a", "f4")], 3):
+        with pytest.raises(ValueError, match=r"unknown dtype .*; known are float32, float16, bfloat16, "):
+            dtype_from_name(wrong)  # type: ignore[arg-type]
 
 
 def test_bfloat16_is_the_upper_half_of_float32() -> None:
@@ -141,37 +125,27 @@ def test_members_are_found_by_name_and_by_number_and_read_as_their_names(
         by_name("nothing")
 
 
-_ATLAS_TRAINING = ["A", "B", "ProA", "ProB", "PremiumA"]
-_ATLAS_A2 = ["B1", "B2", "B2C", "B3", "B4", "B4-1"]
-_ATLAS_A3 = ["_9361", "_9362", "_9372", "_9381", "_9382", "_9391", "_9392"]
-
-
-@pytest.mark.parametrize(
-    ("soc", "product"),
-    [
-        *((f"Ascend910{suffix}", Product.ATLAS_TRAINING) for suffix in _ATLAS_TRAINING),
-        *((f"Ascend910{suffix}", Product.ATLAS_A2) for suffix in _ATLAS_A2),
-        *((f"Ascend910{suffix}", Product.ATLAS_A3) for suffix in _ATLAS_A3),
+SUFFIXES = {
+    Product.ATLAS_TRAINING: ["A", "B", "ProA", "ProB", "PremiumA"],
+    Product.ATLAS_A2: ["B1", "B2", "B2C", "B3", "B4", "B4-1"],
+    Product.ATLAS_A3: ["_9361", "_9362", "_9372", "_9381", "_9382", "_9391", "_9392"],
+}
+OF_NO_PRODUCT = {
+    "of the Ascend 950 family, which is not supported": [
+        *("Ascend950PR_9579", "Ascend950DT_950x", "Ascend910_9589", "Ascend950")
     ],
-)
-def test_the_chip_tells_the_product(soc: str, product: Product) -> None:
+    "of no known product": [*("Ascend310P3", "Ascend910", "Ascend910B9", "Ascend910_93", "ascend910b2", "")],
+}
+
+
+def test_the_chip_tells_the_product() -> None:
     """The names of torch_npu's NpuVariables.cpp and of CANN's runtime, whose bare 910B is no Atlas A2."""
-    assert product_from_soc(soc) is product
-    assert chip_kind(soc) == product.value
-
-
-@pytest.mark.parametrize("soc", ["Ascend950PR_9579", "Ascend950DT_950x", "Ascend910_9589", "Ascend950"])
-def test_a_chip_of_the_950_family_is_of_no_product_and_is_named(soc: str) -> None:
-    assert product_from_soc(soc) is None
-    assert chip_kind(soc) == "of the Ascend 950 family, which is not supported"
-
-
-@pytest.mark.parametrize(
-    "soc", ["Ascend310P3", "Ascend910", "Ascend910B9", "Ascend910_93", "ascend910b2", ""]
-)
-def test_another_chip_is_of_no_known_product(soc: str) -> None:
-    assert product_from_soc(soc) is None
-    assert chip_kind(soc) == "of no known product"
+    for product, suffixes in SUFFIXES.items():
+        for soc in (f"Ascend910{suffix}" for suffix in suffixes):
+            assert (product_from_soc(soc), chip_kind(soc)) == (product, product.value)
+    for kind, names in OF_NO_PRODUCT.items():
+        for soc in names:
+            assert (product_from_soc(soc), chip_kind(soc)) == (None, kind)
 
 
 def test_what_is_not_set_on_the_wire() -> None:
