@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
 from collections.abc import Callable, Iterator
@@ -63,8 +64,9 @@ def fake_service(
     credentials: grpc.ServerCredentials | None = None,
     is_serving: bool | None = None,
     max_message_bytes: int = -1,
+    before: Callable[[Context], object] | None = None,
 ) -> Iterator[Seen]:
-    """Runs a server for a block; without handlers of its own it answers with zeros.
+    """Runs a server for a block; without handlers of its own it answers with zeros, after what `before` does.
 
     Its health service says what `is_serving` says; None for no health service. Messages to it may have any
     size, or at most `max_message_bytes`.
@@ -74,7 +76,7 @@ def fake_service(
         futures.ThreadPoolExecutor(8),
         options=[("grpc.max_receive_message_length", max_message_bytes), ("grpc.so_reuseport", 0)],
     )
-    _add(server, seen, unary or zeros, execute or stream_zeros)
+    _add(server, seen, *_handlers(before, unary or zeros, execute or stream_zeros))
     if is_serving is not None:
         status = health_pb2.HealthCheckResponse
         servicer = health.HealthServicer()
@@ -90,6 +92,25 @@ def fake_service(
         yield seen
     finally:
         server.stop(0).wait(10)
+
+
+def _handlers(
+    before: Callable[[Context], object] | None, unary: Unary, execute: Execute
+) -> tuple[Unary, Execute]:
+    """Handlers that do something first, of a stream when its header is there."""
+    if before is None:
+        return unary, execute
+
+    def after(record: OpRecord, request: Any, context: Context) -> Any:
+        before(context)
+        return unary(record, request, context)
+
+    def stream_after(frames: Iterator[backward_pb2.ExecuteRequest], context: Context) -> Iterator[Any]:
+        header = next(frames)
+        before(context)
+        yield from execute(itertools.chain((header,), frames), context)
+
+    return after, stream_after
 
 
 def _add(server: grpc.Server, seen: Seen, unary: Unary, execute: Execute) -> None:

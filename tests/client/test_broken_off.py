@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import grpc
 import pytest
 from tests.client.both import WAYS, Looped, call_once, caught
-from tests.client.fake_service import UNARY, Context, fake_service, group_norm, read_header
+from tests.client.fake_service import UNARY, Context, fake_service, group_norm
 from tests.client.raw_http2 import GONE, NO_STATUS, peer, reset
 from tests.http2 import HEADERS
 
 from npugrad.errors import NpugradError
-from npugrad.operator import OpRecord
 from npugrad_client import Client, ConnectError, RetryPolicy
 
 BROKEN_OFF = {
@@ -68,15 +66,10 @@ def test_a_reset_that_blames_what_was_sent_is_not_tried_again() -> None:
 def test_a_cancellation_that_is_not_ours_is_a_lost_server_whatever_it_says(said: str, way: int) -> None:
     """A server that stops cancels what it has not taken yet."""
 
-    def unary(record: OpRecord, request: Any, context: Context) -> Any:
+    def end(context: Context) -> None:
         context.abort(grpc.StatusCode.CANCELLED, said)
 
-    def execute(frames: Any, context: Context) -> Iterator[Any]:
-        read_header(frames)
-        yield from ()
-        context.abort(grpc.StatusCode.CANCELLED, said)
-
-    with fake_service(unary, execute) as ending, fake_service() as good:
+    with fake_service(before=end) as ending, fake_service() as good:
         for error in outcomes([ending.address], None, way):
             assert type(error) is ConnectError
         for grads in outcomes([ending.address, good.address], RetryPolicy(), way):

@@ -38,7 +38,7 @@ from npugrad_server.rpc.transport import LEAST_PING_INTERVAL_S
 def test_closing_cancels_calls_in_flight_and_a_closed_client_says_so(make: Make, way: int) -> None:
     gate = Gate()
     with (
-        fake_service(gate.unary, gate.execute) as service,
+        fake_service(before=gate.hold) as service,
         make(service.address, timeout_s=30, stream_from_bytes=way) as client,
     ):
         flying = client.submit.group_norm_backward(**group_norm())

@@ -7,16 +7,15 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from tests.client import programs
 from tests.client.both import WAYS
-from tests.client.fake_service import Context, Gate, abort_with, fake_service, group_norm, stream_zeros, zeros
+from tests.client.fake_service import Context, Gate, abort_with, fake_service, group_norm
 
 from npugrad.errors import InvalidOperand
-from npugrad.operator import OpRecord
 from npugrad_client import AsyncClient, RetryPolicy
 
 
@@ -34,7 +33,7 @@ def test_an_interrupt_ends_a_batch_and_cancels_its_calls() -> None:
         except KeyboardInterrupt:
             print("interrupted")
     """
-    with fake_service(gate.unary) as service, tempfile.TemporaryFile("w+") as stderr:
+    with fake_service(before=gate.hold) as service, tempfile.TemporaryFile("w+") as stderr:
         process = programs.start(program, service.address, stderr=stderr)
         try:
             for _ in range(3):
@@ -59,23 +58,14 @@ def test_both_tries_of_a_race_may_end_at_once(ends: tuple[str, str], way: int) -
     """The loop is kept busy until both servers have answered."""
     gate, left = Gate(), [threading.Event(), threading.Event()]
 
-    def handlers(place: int) -> Any:
-        def end(context: Context) -> None:
+    def end(place: int) -> Callable[[Context], None]:
+        def act(context: Context) -> None:
             context.add_callback(left[place].set)
             gate.hold()
             if ends[place] == "no":
                 abort_with(context, InvalidOperand("no", code=161002))
 
-        def unary(record: OpRecord, request: Any, context: Context) -> Any:
-            end(context)
-            return zeros(record, request, context)
-
-        def execute(frames: Any, context: Context) -> Iterator[Any]:
-            read = list(frames)
-            end(context)
-            yield from stream_zeros(iter(read), context)
-
-        return {"unary": unary, "execute": execute}
+        return act
 
     hedged = RetryPolicy(hedge_after_s=0.0, max_tries=2)
 
@@ -90,7 +80,7 @@ def test_both_tries_of_a_race_may_end_at_once(ends: tuple[str, str], way: int) -
             threading.Event().wait(0.05)  # nothing tells that what was sent has been read
             return (await asyncio.gather(task, return_exceptions=True))[0]
 
-    with fake_service(**handlers(0)) as one, fake_service(**handlers(1)) as two:
+    with fake_service(before=end(0)) as one, fake_service(before=end(1)) as two:
         found = asyncio.run(asyncio.wait_for(work([one.address, two.address]), 30))
     if "yes" in ends:
         assert isinstance(found, InvalidOperand) or found.info.device == "test:0"

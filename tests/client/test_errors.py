@@ -59,14 +59,6 @@ class Ending:
     def __init__(self) -> None:
         self.end: End = lambda context: None
 
-    def unary(self, record: Any, request: Any, context: Context) -> Any:
-        return self.end(context)
-
-    def execute(self, frames: Any, context: Context) -> Iterator[Any]:
-        next(frames)
-        self.end(context)
-        yield from ()
-
 
 @pytest.fixture(scope="module")
 def ending() -> Ending:
@@ -75,7 +67,7 @@ def ending() -> Ending:
 
 @pytest.fixture(scope="module")
 def service(ending: Ending) -> Iterator[Seen]:
-    with fake_service(ending.unary, ending.execute) as seen:
+    with fake_service(before=lambda context: ending.end(context)) as seen:
         yield seen
 
 

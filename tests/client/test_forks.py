@@ -8,18 +8,13 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-import threading
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
 from tests.client import programs
 from tests.client.both import WAYS
-from tests.client.fake_service import Context, fake_service, stream_zeros, zeros
-
-from npugrad.operator import OpRecord
+from tests.client.fake_service import Gate, fake_service
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="the platform has no fork")
 
@@ -175,20 +170,7 @@ def test_a_fork_beside_threads_that_call_is_well_for_all(fork_support: str | Non
 @WAYS
 def test_a_fork_waits_for_a_call_on_its_way(way: int, tmp_path: Path) -> None:
     """The first call is answered when the test has seen that no child is born before."""
-    released, seen = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        seen.set()
-        assert released.wait(60)
-
-    def unary(record: OpRecord, request: Any, context: Context) -> Any:
-        hold()
-        return zeros(record, request, context)
-
-    def execute(frames: Iterator[Any], context: Context) -> Iterator[Any]:
-        hold()
-        yield from stream_zeros(frames, context)
-
+    gate = Gate()
     program = f"""
         client = Client(address, timeout_s=60, stream_from_bytes={way})
         calling = threading.Thread(target=lambda: client.group_norm_backward(**operands))
@@ -200,16 +182,16 @@ def test_a_fork_waits_for_a_call_on_its_way(way: int, tmp_path: Path) -> None:
         """
     go = tmp_path / "go"
     os.mkfifo(go)
-    with fake_service(unary, execute) as service, tempfile.TemporaryFile("w") as stderr:
+    with fake_service(before=gate.hold) as service, tempfile.TemporaryFile("w") as stderr:
         code = HEAD + textwrap.dedent(program)
         forking = programs.start(code, service.address, str(go), stderr=stderr)
         assert forking.stdout is not None
         with forking.stdout as stdout:
-            assert seen.wait(60)
+            gate.wait_for_call()
             go.open("w").close()
             assert stdout.readline() == "forking\n"
             born, _, _ = select.select([stdout], [], [], 0.5)
-            released.set()
+            gate.open()
             assert not born
             assert stdout.read() == "ok\n"
         assert forking.wait(60) == 0

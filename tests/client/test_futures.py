@@ -19,7 +19,6 @@ from tests.fix_server import ServerProcess
 
 from npugrad import OPERATORS
 from npugrad.errors import ServerBusy
-from npugrad.operator import OpRecord
 from npugrad_client import AsyncClient, Cancelled, Client, InvalidOperand, NpugradError, RetryPolicy
 
 
@@ -27,7 +26,7 @@ from npugrad_client import AsyncClient, Cancelled, Client, InvalidOperand, Npugr
 def held() -> Iterator[tuple[Gate, str]]:
     """A service that holds calls, and its address."""
     gate = Gate()
-    with fake_service(gate.unary, gate.execute) as seen:
+    with fake_service(before=gate.hold) as seen:
         try:
             yield gate, seen.address
         finally:
@@ -81,7 +80,7 @@ def test_cancelling_a_call_in_flight_reaches_the_server(make: Make, way: int) ->
             assert not future.cancel()
 
 
-def full(record: OpRecord, request: Any, context: Context) -> Any:
+def full(context: Context) -> None:
     """Asks to wait for much longer than a test may take."""
     abort_with(context, ServerBusy("full", retry_after_s=20.0))
 
@@ -94,7 +93,7 @@ def test_a_call_that_waits_for_its_next_try_can_be_ended(
 ) -> None:
     failed = failures(monkeypatch)
     with (
-        fake_service(full) as service,
+        fake_service(before=full) as service,
         ThreadPoolExecutor(1) as pool,
         make(service.address, retry=policy) as client,
     ):
@@ -127,7 +126,7 @@ def test_a_hedged_call_is_cancelled_with_all_its_tries() -> None:
 
 def test_a_call_that_has_not_begun_is_never_sent() -> None:
     gate = Gate()
-    with fake_service(gate.unary) as seen, Client(seen.address, timeout_s=30, threads=1) as client:
+    with fake_service(before=gate.hold) as seen, Client(seen.address, timeout_s=30, threads=1) as client:
         first, second = (client.submit.group_norm_backward(**group_norm()) for _ in range(2))
         gate.wait_for_call()
         assert second.cancel()

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
 from tests.client.both import BOTH, Make, call_once
-from tests.client.fake_service import STREAMED, Context, abort_with, fake_service
+from tests.client.fake_service import STREAMED, abort_with, fake_service
 
 from npugrad.errors import MalformedRequest, NpugradError, UnsupportedOperator
 from npugrad_client._attempt import Attempt
@@ -20,12 +17,10 @@ NO_CALL = "execute: header: found no call; expected one of gelu_backward"
 def answered(make: Make, error: NpugradError) -> NpugradError:
     """What a caller gets where a server, which says no version, answers with an error."""
 
-    def execute(frames: Iterator[Any], context: Context) -> Iterator[Any]:
-        next(frames)
-        abort_with(context, error)
-        yield
-
-    with fake_service(execute=execute) as seen, pytest.raises(NpugradError) as caught:
+    with (
+        fake_service(before=lambda context: abort_with(context, error)) as seen,
+        pytest.raises(NpugradError) as caught,
+    ):
         call_once(make, seen.address, stream_from_bytes=STREAMED)
     return caught.value
 

@@ -22,7 +22,6 @@ from tests.client.fake_service import STREAMED, Context, Gate, abort_with, fake_
 from tests.fix_server import ServerProcess
 
 from npugrad.errors import ServerBusy
-from npugrad.operator import OpRecord
 from npugrad_client import AsyncClient, Client, InvalidOperand, MalformedRequest, RetryPolicy
 
 OPERATOR = "group_norm_backward"
@@ -67,12 +66,12 @@ def test_a_call_is_there_with_its_stages_here_and_at_the_server(
 
 @BOTH
 def test_calls_that_fail_are_there(path: Path, make: Make) -> None:
-    def refuse(record: OpRecord, request: Any, context: Context) -> Any:
-        abort_with(context, ServerBusy("the queue is full", operator=record.name))
+    def refuse(context: Context) -> None:
+        abort_with(context, ServerBusy("the queue is full", operator=OPERATOR))
 
     once = RetryPolicy(max_tries=2, initial_backoff_s=0.001)
     with (
-        fake_service(refuse) as service,
+        fake_service(before=refuse) as service,
         make(service.address, timeout_s=60, retry=once) as client,
         client.profile(path),
     ):
@@ -101,7 +100,7 @@ def test_a_task_that_is_cancelled_is_there(path: Path) -> None:
                 task.cancel()
                 await asyncio.wait([task])
 
-    with fake_service(gate.unary) as service:
+    with fake_service(before=gate.hold) as service:
         asyncio.run(main(service.address))
         gate.open()
     assert calls(path)[0]["error"].startswith("CancelledError")

@@ -23,8 +23,6 @@ from tests.client.fake_service import (
     header_frame,
     read_header,
     response,
-    stream_zeros,
-    zeros,
 )
 from tests.client.terminal import Terminal
 from tests.fix_server import ServerProcess
@@ -145,31 +143,17 @@ def test_a_unary_call_has_stages_and_no_bytes(server: ServerProcess, make: Make)
 @MAKES
 @WAYS
 def test_what_a_callable_raises_cancels_the_call_and_comes_out(make: Make, way: int) -> None:
-    gate, given_up = Gate(), threading.Event()
-
-    def hold(context: Context) -> None:
-        context.add_callback(given_up.set)
-        gate.hold()
-
-    def unary(record: Any, request: Any, context: Context) -> Any:
-        hold(context)
-        return zeros(record, request, context)
-
-    def execute(frames: Iterator[Any], context: Context) -> Iterator[Any]:
-        for _ in frames:
-            pass
-        hold(context)
-        yield from ()
+    gate = Gate()
 
     def tell(progress: Progress) -> None:
         if progress.stage == "waiting":
             gate.wait_for_call()
             raise Stop
 
-    with fake_service(unary, execute) as fake:
+    with fake_service(before=gate.hold) as fake:
         with pytest.raises(Stop):
             make(fake.address, {**group_norm(), "progress": tell}, stream_from_bytes=way)
-        assert given_up.wait(30)
+        gate.wait_until_given_up()
         gate.open()
 
 
@@ -200,14 +184,13 @@ def test_a_retry_begins_anew(make: Make) -> None:
         if progress.sent_bytes:
             was_told.set()
 
-    def execute(frames: Iterator[Any], context: Context) -> Iterator[Any]:
+    def refuse_once(context: Context) -> None:
         tries.append(1)
         if len(tries) == 1:
             was_told.wait(30)
             abort_with(context, ServerBusy("full", retry_after_s=0))
-        yield from stream_zeros(frames, context)
 
-    with fake_service(execute=execute) as fake:
+    with fake_service(before=refuse_once) as fake:
         answer = make(fake.address, {**sized(LARGE_MIB), "progress": tell})
     assert answer.info.tries == 2
     first, second = ([p for p in seen if p.try_number == number] for number in (1, 2))
@@ -252,7 +235,7 @@ def test_tries_that_overtake_each_other_tell_each_stage_once() -> None:
 @MAKES
 def test_the_try_that_was_answered_is_told_as_done(make: Make) -> None:
     gate, seen = Gate(), list[Progress]()
-    with fake_service(gate.unary) as held, fake_service() as quick:
+    with fake_service(before=gate.hold) as held, fake_service() as quick:
         hedged = RetryPolicy(hedge_after_s=0.0, max_tries=2)
         targets = [held.address, quick.address]  # the hedge goes to the server that was not tried
         answer = make(targets, {**group_norm(), "progress": seen.append}, retry=hedged)

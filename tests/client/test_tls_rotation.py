@@ -15,7 +15,7 @@ import pytest
 import trustme
 from tests.client import programs
 from tests.client.both import BOTH, WAYS, Make
-from tests.client.fake_service import Context, Gate, Seen, fake_service, group_norm, stream_zeros, zeros
+from tests.client.fake_service import Context, Gate, Seen, fake_service, group_norm
 from tests.client.test_forks import HEAD
 
 from npugrad_client import Client, Tls, _tls
@@ -63,14 +63,6 @@ class Callers:
         if len(self.names) == 1:
             self.gate.hold()
 
-    def unary(self, record: Any, request: Any, context: Context) -> Any:
-        self.note(context)
-        return zeros(record, request, context)
-
-    def execute(self, frames: Any, context: Context) -> Any:
-        self.note(context)
-        yield from stream_zeros(frames, context)
-
 
 @pytest.fixture
 def callers(monkeypatch: pytest.MonkeyPatch) -> Callers:
@@ -84,7 +76,7 @@ def service(callers: Callers) -> Iterator[Seen]:
     issued = AUTHORITY.issue_cert("127.0.0.1")
     pair = (issued.private_key_pem.bytes(), issued.cert_chain_pems[0].bytes())
     credentials = grpc.ssl_server_credentials([pair], AUTHORITY.cert_pem.bytes(), True)
-    with fake_service(callers.unary, callers.execute, credentials=credentials) as seen:
+    with fake_service(before=callers.note, credentials=credentials) as seen:
         yield seen
 
 

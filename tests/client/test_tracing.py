@@ -18,20 +18,10 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 from opentelemetry.trace import SpanContext, SpanKind, StatusCode, TraceFlags, TraceState
 from tests.client.both import BOTH, WAYS, Make, call_once
-from tests.client.fake_service import (
-    STREAMED,
-    Context,
-    Gate,
-    abort_with,
-    fake_service,
-    group_norm,
-    stream_zeros,
-    zeros,
-)
+from tests.client.fake_service import STREAMED, Context, Gate, abort_with, fake_service, group_norm
 from tests.fix_server import ServerProcess
 
 from npugrad.errors import ServerBusy
-from npugrad.operator import OpRecord
 from npugrad_client import AsyncClient, Client, InvalidOperand, RetryPolicy
 
 QUICK = RetryPolicy(initial_backoff_s=0.001)
@@ -92,18 +82,10 @@ class Told:
         self._refusals = refusals
         self._error: Any = error or ServerBusy("the queue is full", operator=OPERATOR)
 
-    def _note(self, context: Context) -> None:
+    def note(self, context: Context) -> None:
         self.headers.append(dict(context.invocation_metadata() or ()))
         if len(self.headers) <= self._refusals:
             abort_with(context, self._error)
-
-    def unary(self, record: OpRecord, request: Any, context: Context) -> Any:
-        self._note(context)
-        return zeros(record, request, context)
-
-    def execute(self, frames: Any, context: Context) -> Iterator[Any]:
-        self._note(context)
-        yield from stream_zeros(frames, context)
 
     @property
     def span_ids(self) -> list[str]:
@@ -117,7 +99,7 @@ def test_a_call_and_its_try_are_spans_of_one_trace_and_the_server_is_told_of_the
     spans: Spans, make: Make, way: int
 ) -> None:
     told = Told()
-    with fake_service(told.unary, told.execute) as seen:
+    with fake_service(before=told.note) as seen:
         tracer = spans.provider.get_tracer("test")
         with tracer.start_as_current_span("outer") as outer:
             call_once(make, seen.address, stream_from_bytes=way, tracing=spans.provider)
@@ -152,7 +134,7 @@ def test_retries_are_spans_of_one_trace_and_each_says_how_it_failed(
     spans: Spans, make: Make, way: int
 ) -> None:
     told = Told(refusals=2)
-    with fake_service(told.unary, told.execute) as seen:
+    with fake_service(before=told.note) as seen:
         call_once(make, seen.address, stream_from_bytes=way, tracing=spans.provider, retry=QUICK)
     call, tries = spans.call(), spans.tries()
     assert told.span_ids == [f"{ids(one).span_id:016x}" for one in tries]
@@ -174,7 +156,7 @@ def test_retries_are_spans_of_one_trace_and_each_says_how_it_failed(
 @BOTH
 def test_a_call_that_fails_says_so_without_its_operands(spans: Spans, make: Make) -> None:
     told = Told(1, InvalidOperand("group: found 3", code=161002, operator=OPERATOR))
-    with fake_service(told.unary) as seen, pytest.raises(InvalidOperand):
+    with fake_service(before=told.note) as seen, pytest.raises(InvalidOperand):
         call_once(make, seen.address, tracing=spans.provider)
     call, (one,) = spans.call(), spans.tries()
     for span in (call, one):
@@ -198,17 +180,16 @@ def test_a_hedge_is_another_try_of_the_trace_and_the_loser_is_cancelled(spans: S
     policy = RetryPolicy(hedge_after_s=0.01, max_tries=2)
     held: list[str] = []
 
-    def unary(record: OpRecord, request: Any, context: Context) -> Any:
+    def hold_first(context: Context) -> None:
         with arriving:
-            answer = told.unary(record, request, context)
+            told.note(context)
             is_first = not held
             if is_first:
                 held.append(told.span_ids[-1])
         if is_first:
             gate.hold()
-        return answer
 
-    with fake_service(unary) as seen:
+    with fake_service(before=hold_first) as seen:
         call_once(make, seen.address, tracing=spans.provider, retry=policy)
         gate.open()
     call, tries = spans.call(), spans.tries()
@@ -253,7 +234,7 @@ def test_a_trace_that_is_not_sampled_goes_on_unsampled_with_its_state(spans: Spa
     outer = trace.NonRecordingSpan(SpanContext(0xABC, 0xDEF, True, TraceFlags(0), state))
     told = Told()
     with (
-        fake_service(told.unary) as seen,
+        fake_service(before=told.note) as seen,
         trace.use_span(outer),
         Client(seen.address, tracing=TracerProvider(ALWAYS_OFF, shutdown_on_exit=False)) as client,
     ):
@@ -277,7 +258,7 @@ def test_futures_are_in_the_span_of_who_started_them(spans: Spans, make: Make) -
 @pytest.mark.parametrize("tracing", [False, True], ids=["without tracing", "without a provider"])
 def test_nothing_is_sent_of_an_application_that_never_set_it_up(make: Make, way: int, tracing: bool) -> None:
     told = Told()
-    with fake_service(told.unary, told.execute) as seen:
+    with fake_service(before=told.note) as seen:
         call_once(make, seen.address, stream_from_bytes=way, tracing=tracing)
     (header,) = told.headers
     assert not header.keys() & {"traceparent", "tracestate", "baggage"}

@@ -145,15 +145,13 @@ def test_a_newer_server_may_take_what_the_local_record_refuses(
 
 @BOTH
 def test_a_refusal_at_the_header_ends_the_upload_and_frees_its_memory(make: Make) -> None:
-    def refuse(frames: Any, context: Context) -> Iterator[Any]:
-        read_header(frames)
+    def refuse(context: Context) -> None:
         abort_with(context, ServerBusy("busy", retry_after_s=60, operator="x"))
-        yield from ()
 
     released = threading.Event()
     call = group_norm(n=8, c=64, hxw=2**13)
     weakref.finalize(call["input"], released.set)
-    with fake_service(execute=refuse) as service, make(service.address, timeout_s=30) as client:
+    with fake_service(before=refuse) as service, make(service.address, timeout_s=30) as client:
         error = caught(partial(client.group_norm_backward, **call)).with_traceback(None)
         del call
         assert isinstance(error, ServerBusy)
