@@ -61,9 +61,6 @@ def packed(value: Any) -> tuple[TensorMeta, memoryview]:
     return meta, content
 
 
-# -------------------------------------------------------------------------------------- what goes in
-
-
 def test_every_type_that_travels_keeps_its_memory() -> None:
     for dtype in DATA_DTYPES:
         array = np.zeros((3, 4), dtype.numpy)
@@ -140,9 +137,6 @@ def test_a_string_type_of_numpy_2_is_a_type_error_as_well() -> None:
         _arrays.to_numpy(text, "op", "x")
 
 
-# ------------------------------------------------------------------------------------------- layouts
-
-
 @st.composite
 def strided(draw: st.DrawFn) -> Array:
     """An array of any rank, type and layout: steps, reversals, permutations, expanded axes, offsets."""
@@ -191,9 +185,6 @@ def test_dense_layouts_travel_without_a_copy_and_an_expanded_one_as_one_element(
     meta, content = packed(np.broadcast_to(np.float32(1), (2**20, 2**20)))
     assert meta == TensorMeta("float32", (2**20, 2**20), strides=(0, 0))
     assert content.nbytes == 4
-
-
-# ----------------------------------------------------------------------------------------- what is out
 
 
 def test_any_layout_with_memory_of_its_own_can_be_filled() -> None:

@@ -23,9 +23,6 @@ def run(work: Coroutine[Any, Any, Any]) -> Any:
     return asyncio.run(asyncio.wait_for(work, 60))
 
 
-# ------------------------------------------------------------------------------------------ one surface
-
-
 def surface(cls: type) -> dict[str, str]:
     """Signatures by method; what a coroutine gives back counts as given back."""
     return {
@@ -54,9 +51,6 @@ def test_only_the_blocking_client_has_threads() -> None:
     assert asynchronous == blocking
     properties = {name for name, value in vars(Client).items() if isinstance(value, property)}
     assert properties == {"submit"}
-
-
-# ----------------------------------------------------------------------------------------- what runs where
 
 
 def test_the_loop_turns_at_least_once_for_each_chunk_of_a_large_call(server: ServerProcess) -> None:
@@ -106,9 +100,6 @@ def test_a_server_gives_cancelled_calls_up(start_server: StartServer) -> None:
     run(work())
 
 
-# --------------------------------------------------------------------------------------------------- loops
-
-
 def test_a_client_may_be_used_in_one_loop_after_the_other() -> None:
     with fake_service() as service:
         client = AsyncClient(service.address, timeout_s=20)
@@ -125,9 +116,6 @@ def test_a_client_in_two_running_loops_is_an_error_that_says_so() -> None:
 
     with fake_service() as service:
         run(work(service.address))
-
-
-# ------------------------------------------------------------------------------------------ many in flight
 
 
 @pytest.mark.parametrize("number", [200, pytest.param(1000, marks=pytest.mark.deep)])

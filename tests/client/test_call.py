@@ -37,9 +37,6 @@ def grid_call(**changes: Any) -> Prepared:
     return prepare(GRID, inputs, {**attrs, **changes}, None, CallOptions())
 
 
-# ------------------------------------------------------------------------------------------ attributes
-
-
 def test_none_and_a_missing_operand_are_null() -> None:
     call = prepared(gamma=None, mean=None).call
     assert call.inputs["gamma"] is None
@@ -161,9 +158,6 @@ def test_out_is_a_mapping_and_a_timeout_is_a_number() -> None:
             Client("localhost:1", retry=None).group_norm_backward(**group_norm(), timeout_s=timeout_s)  # type: ignore[arg-type]
 
 
-# ------------------------------------------------------------------------------------ declared outputs
-
-
 def test_outputs_are_declared_by_a_meta_by_null_or_by_an_array_that_is_kept() -> None:
     meta, array = TensorMeta("float16", (3,), "NCHW"), np.zeros((4, 2), ">f4").T
     found = prepared({"grad_input": meta, "grad_gamma": None, "grad_beta": array})
@@ -179,9 +173,6 @@ def test_an_output_that_is_unknown_or_read_only_is_a_type_error() -> None:
     array.flags.writeable = False
     with pytest.raises(TypeError, match="group_norm_backward: grad_input: found a read-only array in out"):
         prepared({"grad_input": array})
-
-
-# ------------------------------------------------------------------------------------- what is expected
 
 
 def large(**changes: Any) -> Prepared:

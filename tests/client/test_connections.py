@@ -30,8 +30,6 @@ from npugrad_client._targets import DEFAULT_PORT
 from npugrad_server.config import ServerSettings
 from npugrad_server.rpc.transport import LEAST_PING_INTERVAL_S
 
-# ------------------------------------------------------------------------------------------------- closed
-
 
 @WAYS
 @BOTH
@@ -63,9 +61,6 @@ def test_threads_may_open_and_close_clients_at_once() -> None:
 
     with fake_service() as service, ThreadPoolExecutor(8) as pool:
         list(pool.map(open_some, range(8)))
-
-
-# ------------------------------------------------------------------------------------------- connections
 
 
 @pytest.fixture

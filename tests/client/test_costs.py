@@ -122,9 +122,6 @@ def test_a_look_says_that_it_measures() -> None:
     assert set(looks) == {MEASURED_HERE}
 
 
-# ------------------------------------------------------------------------------------------------ kinds
-
-
 def arrays(dtype: str, *shapes: tuple[int, ...]) -> dict[str, np.ndarray | None]:
     return {f"operand{number}": np.zeros(shape, dtype) for number, shape in enumerate(shapes)}
 
@@ -161,9 +158,6 @@ def test_beyond_so_many_kinds_the_others_of_an_operator_are_one() -> None:
     assert len(rows) == _MOST_KINDS + 1
     assert (rows[0].kind, rows[0].sent) == (REST, 50)
     assert costs.why_local(CallKind("floyd", ("new",))) == MEASURED_HERE  # none of them ran here so far
-
-
-# ----------------------------------------------------------------------------------------------- figures
 
 
 def test_what_sending_won_counts_by_byte_and_is_not_guessed() -> None:

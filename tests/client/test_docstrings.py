@@ -15,8 +15,6 @@ from tests.fix_tls import Certificates
 import npugrad_client
 from npugrad_client import NpugradError, TransportError
 
-# ------------------------------------------------------------------------------------ every one, anywhere
-
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_every_public_name_has_an_example_and_none_is_skipped(package: str) -> None:
@@ -40,9 +38,6 @@ def test_an_example_is_python_and_calls_what_there_is(package: str) -> None:
                 elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
                     called.add(node.func.id)
         assert called <= known, f"{package}: the example of {name} calls what is no public name"
-
-
-# ----------------------------------------------------------------------------- the client's own, for real
 
 
 OWN = documented("npugrad_client")

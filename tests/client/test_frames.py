@@ -23,14 +23,14 @@ from tests.client.fake_service import (
 
 from npugrad import OPERATORS, NpugradError, TensorMeta, codec
 from npugrad.call import CallOptions
-from npugrad.frames import Chunk, encode_frame, frame_decoder
+from npugrad.frames import Chunk, frame_decoder
 from npugrad.layout import view
 from npugrad.registry import REGISTRY
 from npugrad.v1 import backward_pb2
 from npugrad_client import _frames
 from npugrad_client._attempt import Attempt
 from npugrad_client._call import Answer, Prepared, prepare
-from npugrad_client._frames import read_response, unary_request
+from npugrad_client._frames import read_response
 
 Frames = list[backward_pb2.ExecuteResponse]
 Lie = Callable[[Frames], Frames]
@@ -58,14 +58,6 @@ def prepared(
     return prepare(RECORD, inputs, attrs, out, CallOptions(label="test"))
 
 
-def request_frames(
-    prepared: Prepared, is_answered: Callable[[], bool], attempt: Attempt
-) -> Iterator[backward_pb2.ExecuteRequest]:
-    """The frames of a call as a server reads them that uses protobuf."""
-    sent = map(encode_frame, _frames.request_frames(prepared, is_answered, attempt))
-    return map(backward_pb2.ExecuteRequest.FromString, sent)
-
-
 def reply(call: Prepared, chunk_from_bytes: int = 1) -> Frames:
     """A right reply of zeros."""
     message, follow = response(RECORD, dict(RECORD.infer(call.call)), chunk_from_bytes)
@@ -86,49 +78,11 @@ def read_frames(prepared: Prepared, frames: Iterable[backward_pb2.ExecuteRespons
     return _frames.read_frames(prepared, (decode(frame.SerializeToString()) for frame in frames), attempt)
 
 
-def wait_never() -> bool:
-    raise AssertionError("a legal call waits for nothing")
-
-
-# ------------------------------------------------------------------------------------------- requests
-
-
-def joined(frames: list[backward_pb2.ExecuteRequest]) -> dict[int, bytes]:
-    """Contents that came in chunks, by parameter; offsets must be contiguous."""
-    contents: dict[int, bytes] = {}
-    for frame in frames:
-        chunk = frame.chunk
-        assert chunk.offset == len(contents.get(chunk.operand, b""))
-        assert 1 <= len(chunk.data) <= codec.MAX_CHUNK_BYTES
-        contents[chunk.operand] = contents.get(chunk.operand, b"") + chunk.data
-    return contents
-
-
-def test_frames_and_message_carry_the_same_call() -> None:
-    call = prepared(sizes=(4, 8, 20_000))
-    message, attempt = unary_request(call), Attempt(RECORD.name, "here")
-    frames = list(request_frames(call, wait_never, attempt))
-    header = getattr(frames[0].header, RECORD.name)
-    contents = joined(frames[1:])
-    assert len(frames) > 3
-    assert attempt.upload_bytes == attempt.sent_bytes == sum(map(len, contents.values()))
-    for param in RECORD.inputs:
-        sent, alone = getattr(header, param.name), getattr(message, param.name)
-        assert sent.meta == alone.meta
-        if sent.WhichOneof("content") == "chunked_bytes":
-            assert contents.pop(RECORD.param_index(param.name)) == alone.data
-            assert sent.chunked_bytes == len(alone.data)
-        else:
-            assert sent.data == alone.data
-    assert not contents
-    assert header.options.label == message.options.label == "test"
-
-
 def test_chunks_are_views_of_the_operands() -> None:
     call = prepared()
     chunks = [
         frame
-        for frame in _frames.request_frames(call, wait_never, Attempt(RECORD.name, "here"))
+        for frame in _frames.request_frames(call, lambda: False, Attempt(RECORD.name, "here"))
         if isinstance(frame, Chunk)
     ]
     assert [(chunk.operand, chunk.offset) for chunk in chunks] == [(0, 0), (1, 0)]
@@ -137,71 +91,27 @@ def test_chunks_are_views_of_the_operands() -> None:
 
 
 def test_small_operands_travel_in_the_header() -> None:
-    frames = request_frames(prepared(), wait_never, Attempt(RECORD.name, "here"))
-    header = getattr(next(frames).header, RECORD.name)
-    kinds = {p.name: getattr(header, p.name).WhichOneof("content") for p in RECORD.inputs}
+    header = next(_frames.request_frames(prepared(), lambda: False, Attempt(RECORD.name, "here"))).header
+    kinds = {p.name: getattr(header.group_norm_backward, p.name).WhichOneof("content") for p in RECORD.inputs}
     large = dict.fromkeys(("grad_out", "input"), "chunked_bytes")
     assert kinds == large | dict.fromkeys(("mean", "rstd", "gamma"), "data")
-
-
-def test_an_operand_without_data_is_announced_by_its_meta_alone() -> None:
-    header = unary_request(prepared(gamma=np.zeros(8, np.complex64))).gamma
-    assert header.WhichOneof("content") is None
-    assert codec.decode_meta(header.meta, "op", "gamma") == TensorMeta("complex64", (8,))
-
-
-@pytest.mark.parametrize("is_answered", [True, False])
-def test_the_data_of_a_refused_call_waits_for_the_answer(is_answered: bool) -> None:
-    asked = []
-
-    def wait() -> bool:
-        asked.append(True)
-        return is_answered
-
-    frames = request_frames(prepared(group=0), wait, Attempt(RECORD.name, "here"))
-    assert next(frames).WhichOneof("frame") == "header"
-    assert not asked
-    assert bool(list(frames)) is not is_answered
-    assert asked == [True]
 
 
 # ----------------------------------------------------------------------------------------- good replies
 
 
-def test_a_reply_lands_in_new_arrays_that_can_be_written() -> None:
-    answer = read_frames(prepared(), iter(reply(prepared())))
-    assert answer.info == INFO
-    for name, array in answer.arrays.items():
-        meta = prepared().expected[name]
-        assert array is not None
-        assert meta is not None
-        assert (array.shape, array.dtype) == (meta.shape, meta.dtype.numpy)
-        assert array.flags.writeable
-
-
-@pytest.mark.parametrize("chunk_from_bytes", [1, 10**9], ids=["chunks", "inline"])
-def test_contiguous_arrays_in_out_are_written_directly(chunk_from_bytes: int) -> None:
-    target = np.ones(SHAPE, np.float32)
-    call = prepared({"grad_input": target})
-    answer = read_frames(call, iter(reply(call, chunk_from_bytes)))
-    assert answer.arrays["grad_input"] is target
-    assert not target.any()
-
-
-@pytest.mark.parametrize(
-    "target", [np.ones(SHAPE, ">f4"), np.ones(SHAPE[::-1], np.float32).T], ids=["big-endian", "transposed"]
-)
-def test_other_arrays_in_out_are_not_written_byte_by_byte(target: Any) -> None:
-    call = prepared({"grad_input": target})
-    answer = read_frames(call, iter(reply(call)))
-    assert answer.arrays["grad_input"] is not target
-    assert (target == 1).all()
-
-
-def test_masked_out_results_are_none() -> None:
-    call = prepared(output_mask=(False, True, False))
-    answer = read_frames(call, iter(reply(call)))
-    assert [n for n, a in answer.arrays.items() if a is None] == ["grad_input", "grad_beta"]
+def test_contiguous_arrays_in_out_are_written_directly_and_others_not_byte_by_byte() -> None:
+    for chunk_from_bytes in (1, 10**9):
+        target = np.ones(SHAPE, np.float32)
+        call = prepared({"grad_input": target})
+        answer = read_frames(call, iter(reply(call, chunk_from_bytes)))
+        assert answer.info == INFO
+        assert answer.arrays["grad_input"] is target
+        assert not target.any()
+    for other in (np.ones(SHAPE, ">f4"), np.ones(SHAPE[::-1], np.float32).T):
+        call = prepared({"grad_input": other})
+        assert read_frames(call, iter(reply(call))).arrays["grad_input"] is not other
+        assert (other == 1).all()
 
 
 def test_interleaved_chunks_are_put_together() -> None:

@@ -35,9 +35,6 @@ def plain(request: pytest.FixtureRequest, server: ServerProcess) -> Iterator[Any
         yield made
 
 
-# ------------------------------------------------------------------------------------------- validation
-
-
 @cache
 def samples(record: OpRecord, product: Product) -> list[npugrad.CallMeta]:
     return [found.call for found in record.samples(product)]
@@ -114,9 +111,6 @@ def test_what_cannot_be_validated_says_why(plain: Any) -> None:
             plain.validate(**asked)
 
 
-# ----------------------------------------------------------------------------------------- descriptions
-
-
 def test_the_server_describes_itself(plain: Any) -> None:
     before = plain.server_info()
     plain.group_norm_backward(**group_norm())
@@ -152,9 +146,6 @@ def test_the_server_lists_the_records(plain: Any) -> None:
             assert [
                 (c.id, c.code, c.text, c.sources, c.operands, c.vendor_code) for c in listed.constraints
             ] == [(c.id, c.code, c.text, c.sources, c.operands, c.vendor_words) for c in rules]
-
-
-# ------------------------------------------------------------------------- servers that are newer, or lie
 
 
 def test_a_state_of_a_newer_server_is_shown_as_it_came() -> None:

@@ -5,7 +5,7 @@ Two calls share a plan if and only if nothing but contents, label and priority d
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -54,12 +54,17 @@ def answer_of(call: Prepared, fill: int = 0) -> Any:
     return codec.encode_response(call.record, metas, contents, INFO)[0]
 
 
+def answered(call: Prepared) -> Mapping[str, Any]:
+    """The results of a right reply of zeros."""
+    return read_unary(call, answer_of(call).SerializeToString(), HERE).arrays
+
+
 def learned(out: Any = None, **changes: Any) -> Plans:
     """Plans with that of one call."""
     plans = Plans()
     call = planned(plans, out, **changes)
     assert call.plan is None
-    read_unary(call, answer_of(call).SerializeToString(), HERE)
+    answered(call)
     return plans
 
 
@@ -124,7 +129,7 @@ def test_every_operator_goes_by_plan(record: OpRecord) -> None:
         }
         arguments = (record, inputs, dict(call.attrs), dict(call.outputs), CallOptions(label="x"))
         first = plans.prepare(*arguments)
-        read_unary(first, answer_of(first).SerializeToString(), HERE)
+        answered(first)
         if first.key is not None:
             by_plan += 1
             found = plans.prepare(*arguments)
@@ -175,39 +180,22 @@ def test_what_is_malformed_is_refused_where_there_is_a_plan() -> None:
 # ---------------------------------------------------------------------------------------- the caller's arrays
 
 
-def test_the_callers_array_is_filled_directly() -> None:
-    target = np.ones((2, 4, 8), np.float32)
-    out = {"grad_input": target}
-    found = planned(learned(out), out)
-    assert read_unary(found, answer_of(found).SerializeToString(), HERE).arrays["grad_input"] is target
-    assert not target.any()
-
-
-def test_an_array_that_shares_memory_with_an_operand_is_not_filled_before_the_end() -> None:
-    shared = np.ones((2, 4, 8), np.float32)
-    plans = learned({"grad_input": np.ones((2, 4, 8), np.float32)})
-    found = planned(plans, {"grad_input": shared}, grad_out=shared)
-    assert found.plan is not None
-    assert found.is_apart
-    answer = read_unary(found, answer_of(found).SerializeToString(), HERE)
-    assert answer.arrays["grad_input"] is not shared
-    assert shared.all()
-
-
-def test_a_call_that_may_be_sent_twice_fills_arrays_of_its_own() -> None:
-    out, other = ({"grad_input": np.ones((2, 4, 8), np.float32)} for _ in range(2))
-    found = planned(learned(other), out).apart()
-    answer = read_unary(found, answer_of(found).SerializeToString(), HERE)
-    assert answer.arrays["grad_input"] is not out["grad_input"]
-    assert out["grad_input"].all()
-
-
-def test_a_read_only_array_is_refused_where_there_is_a_plan() -> None:
-    target = np.ones((2, 4, 8), np.float32)
-    plans = learned({"grad_input": target})
-    target.flags.writeable = False
+def test_the_callers_array_is_filled_directly_if_nothing_else_may_need_it_meanwhile() -> None:
+    """An operand may share its memory, or the call be sent once more."""
+    mine, shared, spare = (np.ones((2, 4, 8), np.float32) for _ in range(3))
+    plans = learned({"grad_input": mine})
+    found = planned(plans, {"grad_input": mine})
+    assert answered(found)["grad_input"] is mine
+    assert not mine.any()
+    beside = planned(plans, {"grad_input": shared}, grad_out=shared)
+    assert beside.is_apart
+    for call, array in ((beside, shared), (planned(plans, {"grad_input": spare}).apart(), spare)):
+        assert call.plan is not None
+        assert answered(call)["grad_input"] is not array
+        assert array.all()
+    mine.flags.writeable = False
     with pytest.raises(TypeError, match="grad_input: found a read-only array in out"):
-        planned(plans, {"grad_input": target})
+        planned(plans, {"grad_input": mine})
 
 
 # --------------------------------------------------------------------------------------------------- replies
@@ -272,7 +260,7 @@ def test_what_is_unusual_goes_without() -> None:
         for _ in range(2):
             call = planned(plans, **changes)
             assert call.plan is None
-            read_unary(call, answer_of(call).SerializeToString(), HERE)
+            answered(call)
 
 
 def test_operands_in_another_order_are_sent_as_what_they_are() -> None:
@@ -283,7 +271,7 @@ def test_operands_in_another_order_are_sent_as_what_they_are() -> None:
         for given in (inputs, turned):
             call = plans.prepare(RECORD, given, attrs, None, CallOptions())
             assert encode_unary(call) == encode_unary(prepare(RECORD, inputs, attrs, None, CallOptions()))
-            read_unary(call, answer_of(call).SerializeToString(), HERE)
+            answered(call)
 
 
 def test_plans_are_bounded_and_the_last_used_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,7 +279,7 @@ def test_plans_are_bounded_and_the_last_used_are_kept(monkeypatch: pytest.Monkey
     plans = learned()
     for hxw in range(9, 9 + 60):
         call = planned(plans, **group_norm(hxw=hxw))
-        read_unary(call, answer_of(call).SerializeToString(), HERE)
+        answered(call)
         assert planned(plans).plan is not None
         assert len(plans._young) + len(plans._old) <= 20
     assert planned(plans, **group_norm(hxw=9)).plan is None

@@ -42,9 +42,6 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "calls.json"
 
 
-# ------------------------------------------------------------------------------------------ what is in it
-
-
 @WAYS
 @BOTH
 def test_a_call_is_there_with_its_stages_here_and_at_the_server(
@@ -156,9 +153,6 @@ def test_the_operands_of_a_call_are_not_kept(path: Path) -> None:
         operands.clear()
         assert seen() is None
     assert info.timeline is not None
-
-
-# ------------------------------------------------------------------------------------- what can go wrong
 
 
 def test_a_file_that_cannot_be_opened_or_begun_is_an_error_at_once(tmp_path: Path) -> None:

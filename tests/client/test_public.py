@@ -20,9 +20,6 @@ from npugrad_client import Client, NpugradError, _generated_ops, _info
 RECORDS = pytest.mark.parametrize("record", OPERATORS.values(), ids=list(OPERATORS))
 
 
-# ---------------------------------------------------------------------------------------- the public list
-
-
 def test_the_public_list_is_what_the_package_shows() -> None:
     assert shown(npugrad_client) == set(npugrad_client.__all__)
     assert npugrad_client.__all__ == sorted(npugrad_client.__all__)
@@ -63,9 +60,6 @@ def test_what_methods_give_back_is_public() -> None:
             todo += [str(f.type) for f in dataclasses.fields(own[name])]
     assert reached == set(own), "a record that no method gives back"
     assert reached <= set(npugrad_client.__all__)
-
-
-# --------------------------------------------------------------------------------------- generated methods
 
 
 def doc_of(record: OpRecord) -> str:

@@ -114,9 +114,6 @@ def test_out_takes_no_tensor_that_would_stay_as_it_was() -> None:
         _arrays.writable(torch.zeros(1).expand(4), "op", "x")
 
 
-# ----------------------------------------------------------------------------------------- whole calls
-
-
 def tensors(dtype: str = "float32") -> dict[str, Any]:
     call = group_norm(n=2, c=4, hxw=32, group=2)
     return {

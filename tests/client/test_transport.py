@@ -34,8 +34,6 @@ from npugrad.operator import OpRecord
 from npugrad_client import Client, DeadlineExceeded, NpugradError, _async_transport, _transport
 from npugrad_client._channels import LARGEST_UNARY_BYTES
 
-# ------------------------------------------------------------------------------------- which way by size
-
 
 @pytest.mark.parametrize(
     ("hxw", "options", "method"),
@@ -102,9 +100,6 @@ def test_both_ways_carry_the_same_operands(make: Make) -> None:
     assert max(len(frame.chunk.data) for frame in service.frames) == 2**20
 
 
-# ----------------------------------------------------------------------------------------------- refusals
-
-
 @BOTH
 @pytest.mark.parametrize("group", [0, 8], ids=["refused", "legal"])
 def test_a_call_that_is_bound_to_be_refused_uploads_nothing(
@@ -156,9 +151,6 @@ def test_a_refusal_at_the_header_ends_the_upload_and_frees_its_memory(make: Make
         del call
         assert isinstance(error, ServerBusy)
         assert released.wait(20), "something still holds the operands of a refused call"
-
-
-# ---------------------------------------------------------------------------------------------- deadlines
 
 
 def test_a_deadline_ends_a_call_that_stalls() -> None:
