@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from tests.calls import Sample, named_sample, sample
+from tests.worker_forks import forked_workers
 
 from npugrad.call import ExecutionInfo
 from npugrad.codec import CHUNK_BYTES, decode_response
@@ -30,7 +31,7 @@ from npugrad.registry import REGISTRY
 from npugrad_server import dispatch
 from npugrad_server.dispatch import Dispatcher, _nothing_follows
 from npugrad_server.plans import Request
-from npugrad_server.pool import DevicePool, Outcome, PlannedCall, PoolObserver, PoolSettings
+from npugrad_server.pool import DevicePool, Outcome, PoolSettings
 from npugrad_server.rpc.streaming import _reply
 
 A2 = Product.ATLAS_A2
@@ -51,27 +52,18 @@ SETTINGS = PoolSettings(
 )
 
 
-class Watcher(PoolObserver):
-    """Says when a call was admitted."""
-
-    def __init__(self) -> None:
-        self.accepted = asyncio.Event()
-
-    def call_accepted(self, planned: PlannedCall) -> None:
-        self.accepted.set()
-
-
 @asynccontextmanager
-async def dispatching(observer: PoolObserver | None = None, **changes: Any) -> AsyncIterator[Dispatcher]:
+async def dispatching(**changes: Any) -> AsyncIterator[Dispatcher]:
     """A dispatcher whose pool has nothing in use when the block ends."""
-    pool = await DevicePool.open(SETTINGS, observer)
-    try:
-        await pool.wait_ready(60)
-        yield Dispatcher(pool, Product.ATLAS_A2, **changes)
-        stats = pool.stats()
-        assert (stats.input_arena_used_bytes, stats.output_arena_used_bytes, stats.uploads) == (0, 0, 0)
-    finally:
-        await pool.close()
+    with forked_workers():
+        pool = await DevicePool.open(SETTINGS)
+        try:
+            await pool.wait_ready(60)
+            yield Dispatcher(pool, Product.ATLAS_A2, **changes)
+            stats = pool.stats()
+            assert (stats.input_arena_used_bytes, stats.output_arena_used_bytes, stats.uploads) == (0, 0, 0)
+        finally:
+            await pool.close()
 
 
 def planned(dispatcher: Dispatcher, made: Sample, message: Any = None, **kwargs: Any) -> Request:
@@ -87,229 +79,162 @@ async def called(dispatcher: Dispatcher, request: Request) -> tuple[Any, Executi
     return REGISTRY.responses[request.plan.record.name].FromString(data), info
 
 
-def test_a_call_comes_back_with_results_info_and_request_id() -> None:
-    made = sample(n=1, c=4, hxw=300_000, group=2)
+def is_reference(made: Sample, response: Any) -> bool:
+    """Whether a response has the results of the reference."""
+    contents = decode_response(made.record, response).contents
+    return {name: content.data for name, content in contents.items()} == made.reference()
 
-    async def run() -> None:
-        async with dispatching() as dispatcher:
+
+LONG = {"n": 1, "c": 4, "hxw": 300_000, "group": 2}
+"""Sizes of a call whose operands are written in pieces."""
+
+
+async def test_a_call_comes_back_with_results_info_and_request_id_and_so_does_a_known_one() -> None:
+    made = sample(**LONG)
+    async with dispatching() as dispatcher:
+        for _ in range(2):
             request = planned(dispatcher, made)
             assert request.known.content_bytes == sum(content.nbytes for content in made.contents.values())
             response, info = await called(dispatcher, request)
-            result = decode_response(made.record, response)
-            assert {name: content.data for name, content in result.contents.items()} == made.reference()
+            assert is_reference(made, response)
             assert (info.request_id, info.product, info.device) == ("r9", Product.ATLAS_A2, "test:0")
+        assert request.known.reply is not None, "its reply is made of a template"
+        assert request.plan.is_kept
 
-    asyncio.run(run())
 
-
-def test_calls_of_one_plan_are_computed_from_their_own_contents() -> None:
+async def test_calls_of_one_plan_are_computed_from_their_own_contents() -> None:
     first, second = sample(seed=1), sample(seed=2)
-
-    async def run() -> None:
-        async with dispatching() as dispatcher:
-            for made in (first, second, first):
-                response, info = await called(dispatcher, planned(dispatcher, made, request_id=str(id(made))))
-                contents = decode_response(made.record, response).contents
-                assert {name: content.data for name, content in contents.items()} == made.reference()
-                assert info.request_id == response.info.request_id == str(id(made))
-            assert dispatcher.planner.plans == 1
-
-    asyncio.run(run())
+    async with dispatching() as dispatcher:
+        for made in (first, second, first):
+            response, info = await called(dispatcher, planned(dispatcher, made, request_id=str(id(made))))
+            assert is_reference(made, response)
+            assert info.request_id == response.info.request_id == str(id(made))
+        assert dispatcher.planner.plans == 1
 
 
-def test_the_reply_to_a_known_call_is_that_to_a_new_one() -> None:
+async def test_the_reply_to_a_known_call_is_that_to_a_new_one() -> None:
     """Of every sample, with what is masked out or empty as it was."""
 
-    async def reply(dispatcher: Dispatcher, made: Sample) -> bytes:
+    async def reply(made: Sample) -> bytes:
         response, _ = await called(dispatcher, planned(dispatcher, made))
         response.ClearField("info")
         return bytes(response.SerializeToString())
 
-    async def run() -> None:
-        async with dispatching() as dispatcher:
-            names = [(name, each.name) for name in OPERATORS for each in OPERATORS[name].samples(A2)]
-            for operator, name in names:
-                made = named_sample(operator, name)
-                replies = [await reply(dispatcher, made) for _ in range(3)]
-                assert replies[0] == replies[1] == replies[2], (operator, name)
-
-    asyncio.run(run())
+    async with dispatching() as dispatcher:
+        for record in OPERATORS.values():
+            for each in record.samples(A2):
+                made = named_sample(record.name, each.name)
+                replies = [await reply(made) for _ in range(3)]
+                assert replies[0] == replies[1] == replies[2], (record.name, each.name)
 
 
-def test_other_work_gets_its_turn_while_large_operands_are_written() -> None:
-    made = sample(n=1, c=4, hxw=500_000, group=2)  # 8 MB twice: 16 pieces
+async def test_other_work_gets_its_turn_while_large_operands_are_written() -> None:
+    turns = 0
 
-    async def run() -> None:
-        turns = 0
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
 
-        async def count() -> None:
-            nonlocal turns
-            while True:
-                turns += 1
-                await asyncio.sleep(0)
-
-        async with dispatching() as dispatcher:
-            request = planned(dispatcher, made)
-            counting = asyncio.ensure_future(count())
-            await called(dispatcher, request)
-            counting.cancel()
-            assert turns >= 16
-
-    asyncio.run(run())
+    async with dispatching() as dispatcher:
+        request = planned(dispatcher, sample(n=1, c=4, hxw=500_000, group=2))  # 8 MB twice: 16 pieces
+        counting = asyncio.ensure_future(count())
+        await called(dispatcher, request)
+        counting.cancel()
+        assert turns >= 16
 
 
-def test_a_content_that_does_not_fill_its_operand_is_never_written() -> None:
-    made = sample(n=1, c=4, hxw=300_000, group=2)
-
-    async def run() -> None:
-        async with dispatching() as dispatcher:
-            request = planned(dispatcher, made)
-            short = {**request.inline, "input": bytes(request.inline["input"])[:-CHUNK_BYTES]}
-            with pytest.raises(ValueError, match=r"input: found \d+ bytes of content; expected 4800000"):
-                await dispatcher.call_whole(replace(request, inline=short))
-
-    asyncio.run(run())
+async def test_a_content_that_does_not_fill_its_operand_is_never_written() -> None:
+    async with dispatching() as dispatcher:
+        request = planned(dispatcher, sample(**LONG))
+        short = {**request.inline, "input": bytes(request.inline["input"])[:-CHUNK_BYTES]}
+        with pytest.raises(ValueError, match=r"input: found \d+ bytes of content; expected 4800000"):
+            await dispatcher.call_whole(replace(request, inline=short))
 
 
 @pytest.mark.parametrize("hxw", [16, 2**14], ids=["carried", "in chunks"])
-def test_the_streamed_reply_to_a_known_call_is_what_protobuf_writes(
+async def test_the_streamed_reply_to_a_known_call_is_what_protobuf_writes(
     hxw: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made, replies = sample(n=2, c=4, hxw=hxw, group=2), []
     monkeypatch.setattr(dispatch, "encode_marks", lambda marks, message: None)  # the times differ
+    async with dispatching() as dispatcher:
+        for _ in range(2):
+            request = planned(dispatcher, made, chunked=True)
 
-    async def run() -> None:
-        async with dispatching() as dispatcher:
-            for _ in range(2):
-                request = planned(dispatcher, made, chunked=True)
+            async def sink(outcome: Outcome, request: Request = request) -> None:
+                known = request.known
+                for template in (known.reply, None):
+                    known.reply = template
+                    replies.append([encode_frame(each) for each in _reply(dispatcher, request, outcome)])
 
-                async def sink(outcome: Outcome, request: Request = request) -> None:
-                    known = request.known
-                    for template in (known.reply, None):
-                        known.reply = template
-                        replies.append([encode_frame(each) for each in _reply(dispatcher, request, outcome)])
-
-                await dispatcher.call(request, _nothing_follows, sink)
-
-    asyncio.run(run())
+            await dispatcher.call(request, _nothing_follows, sink)
     first, _, by_template, by_protobuf = replies
     assert by_template == by_protobuf
     assert len(first) == len(by_template) == (1 if hxw == 16 else 2)
 
 
-def test_a_long_reply_of_a_known_call_is_made_of_its_template() -> None:
-    made = sample(n=1, c=4, hxw=300_000, group=2)
-
-    async def run() -> None:
-        async with dispatching() as dispatcher:
-            for _ in range(2):
-                request = planned(dispatcher, made)
-                response, _ = await called(dispatcher, request)
-                contents = decode_response(made.record, response).contents
-                assert {name: content.data for name, content in contents.items()} == made.reference()
-            assert request.known.reply is not None
-            assert request.plan.is_kept
-
-    asyncio.run(run())
-
-
-def test_wire_comes_before_constraints_and_constraints_before_content() -> None:
+async def test_wire_comes_before_constraints_and_constraints_before_content() -> None:
     made = sample()
-
-    async def run() -> None:
-        async with dispatching() as dispatcher:
-            message = made.message()
-            message.mean.ClearField("data")
-            with pytest.raises(MalformedTensor, match="mean: found no content"):
-                planned(dispatcher, made, message)
-            message.group = 0
-            with pytest.raises(InvalidOperand) as caught:
-                planned(dispatcher, made, message)
-            assert caught.value.constraint == "group.positive"
-            message.ClearField("n")
-            with pytest.raises(MalformedRequest, match="n: found nothing"):
-                planned(dispatcher, made, message)
-            assert dispatcher.pool.stats().accepted_calls == 0
-
-    asyncio.run(run())
-
-
-def test_operator_that_the_product_lacks_is_refused() -> None:
-    made = sample("multi_scale_deformable_attention_grad")
-
-    async def run() -> None:
-        async with dispatching() as dispatcher:
-            dispatcher.planner.product = Product.ATLAS_TRAINING
-            with pytest.raises(UnsupportedOperator) as caught:
-                planned(dispatcher, made)
-            assert caught.value.row.grpc_status == "UNIMPLEMENTED"
-
-    asyncio.run(run())
+    async with dispatching() as dispatcher:
+        message = made.message()
+        message.mean.ClearField("data")
+        with pytest.raises(MalformedTensor, match="mean: found no content"):
+            planned(dispatcher, made, message)
+        message.group = 0
+        with pytest.raises(InvalidOperand) as caught:
+            planned(dispatcher, made, message)
+        assert caught.value.constraint == "group.positive"
+        message.ClearField("n")
+        with pytest.raises(MalformedRequest, match="n: found nothing"):
+            planned(dispatcher, made, message)
+        lacking = sample("multi_scale_deformable_attention_grad")
+        dispatcher.planner.product = Product.ATLAS_TRAINING
+        with pytest.raises(UnsupportedOperator) as unsupported:
+            planned(dispatcher, lacking)
+        assert unsupported.value.row.grpc_status == "UNIMPLEMENTED"
+        assert dispatcher.pool.stats().accepted_calls == 0
 
 
-def test_null_mask_checks_nothing_and_returns_nothing() -> None:
+async def test_null_mask_checks_nothing_and_returns_nothing() -> None:
     made = named_sample("grid_sampler_2d_backward", "mask_null")
-
-    async def run() -> None:
-        async with dispatching() as dispatcher:
-            response, _ = await called(dispatcher, planned(dispatcher, made))
-            assert not decode_response(made.record, response).contents
-
-    asyncio.run(run())
+    async with dispatching() as dispatcher:
+        response, _ = await called(dispatcher, planned(dispatcher, made))
+        assert not decode_response(made.record, response).contents
 
 
-def test_reply_beyond_a_message_is_refused_before_it_is_admitted() -> None:
+async def test_what_never_fits_is_refused_before_it_is_admitted() -> None:
+    """A reply beyond a message, operands beyond the arena."""
+    async with dispatching(max_message_bytes=65536 + 100) as dispatcher:
+        with pytest.raises(CallTooLarge, match="found a reply of 65776 bytes; expected at most 65636"):
+            await called(dispatcher, planned(dispatcher, sample()))
+        with pytest.raises(NpugradError) as caught:
+            await called(dispatcher, planned(dispatcher, sample(n=1, c=4, hxw=2_500_000, group=2)))
+        assert caught.value.reason == "CALL_TOO_LARGE"
+        assert dispatcher.pool.stats().accepted_calls == 0
+
+
+async def test_timeout_becomes_a_deadline_of_the_monotonic_clock() -> None:
     made = sample()
+    async with dispatching() as dispatcher:
+        before = time.monotonic()
+        request = planned(dispatcher, made, timeout_s=30.0)
+        assert request.deadline_s is not None
+        assert before + 30 <= request.deadline_s <= time.monotonic() + 30
+        with pytest.raises(DeadlineExceeded):
+            await called(dispatcher, planned(dispatcher, made, timeout_s=0.0))
 
-    async def run() -> None:
-        async with dispatching(max_message_bytes=65536 + 100) as dispatcher:
-            with pytest.raises(CallTooLarge, match="found a reply of 65776 bytes; expected at most 65636"):
-                await called(dispatcher, planned(dispatcher, made))
-            assert dispatcher.pool.stats().accepted_calls == 0
 
-    asyncio.run(run())
-
-
-def test_timeout_becomes_a_deadline_of_the_monotonic_clock() -> None:
+async def test_cancelled_task_gives_everything_back() -> None:
     made = sample()
-
-    async def run() -> None:
-        async with dispatching() as dispatcher:
-            before = time.monotonic()
-            request = planned(dispatcher, made, timeout_s=30.0)
-            assert request.deadline_s is not None
-            assert before + 30 <= request.deadline_s <= time.monotonic() + 30
-            with pytest.raises(DeadlineExceeded):
-                await called(dispatcher, planned(dispatcher, made, timeout_s=0.0))
-
-    asyncio.run(run())
-
-
-def test_cancelled_task_gives_everything_back() -> None:
-    made = sample()
-
-    async def run() -> None:
-        watcher = Watcher()
-        async with dispatching(watcher) as dispatcher:
-            task = asyncio.ensure_future(called(dispatcher, planned(dispatcher, made)))
-            await watcher.accepted.wait()
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-            # The worker may still have the region of a call that was cancelled; the next one shows it let go.
-            response, _ = await called(dispatcher, planned(dispatcher, made))
-            assert decode_response(made.record, response).contents
-
-    asyncio.run(run())
-
-
-def test_call_that_never_fits_is_an_error_of_its_own() -> None:
-    made = sample(n=1, c=4, hxw=2_500_000, group=2)
-
-    async def run() -> None:
-        async with dispatching() as dispatcher:
-            with pytest.raises(NpugradError) as caught:
-                await called(dispatcher, planned(dispatcher, made))
-            assert caught.value.reason == "CALL_TOO_LARGE"
-
-    asyncio.run(run())
+    async with dispatching() as dispatcher:
+        task = asyncio.ensure_future(called(dispatcher, planned(dispatcher, made)))
+        await asyncio.sleep(0)
+        assert dispatcher.pool.stats().accepted_calls == 1
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        # The worker may still have the region of a call that was cancelled; the next one shows it let go.
+        response, _ = await called(dispatcher, planned(dispatcher, made))
+        assert decode_response(made.record, response).contents
