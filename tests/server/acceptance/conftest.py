@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
+from tests.worker_forks import forked_workers
 
 from npugrad.products import Product
 from npugrad.releases import CannRelease
+from npugrad_server.acceptance.report import StepCheck, StepReport
 from npugrad_server.acceptance.rig import BenchSettings, Rig
+from npugrad_server.acceptance.step import Step
 
 SETTINGS = BenchSettings(
     "cpu:0",
@@ -21,6 +25,37 @@ SETTINGS = BenchSettings(
 )
 
 
+class Seen:
+    """Remembers what it is shown of steps."""
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+
+    def started(self, step: Step) -> None:
+        self.told.append(step.key)
+
+    def finished(self, report: StepReport) -> None:
+        self.told.append(report)
+
+    def checked(self, check: StepCheck) -> None:
+        self.told.append(check)
+
+    def progress(self, done: int, total: int, what: str) -> None:
+        self.told.append((done, total, what))
+
+
+def bench_on(device: str, arena_bytes: int = 64 << 20) -> Rig:
+    """A small rig on another device."""
+    return Rig(BenchSettings(device, Product.ATLAS_A2, start_timeout_s=30, arena_bytes=arena_bytes))
+
+
+@pytest.fixture(scope="package", autouse=True)
+def fast_workers() -> Iterator[None]:
+    """Steps start worker after worker: a fork takes a tenth of the time."""
+    with forked_workers():
+        yield
+
+
 @pytest.fixture(scope="module")
 def rig() -> Iterator[Rig]:
     """One for all tests of a module, which leave a worker behind that answers, or none."""
@@ -29,14 +64,7 @@ def rig() -> Iterator[Rig]:
 
 
 @pytest.fixture
-def make_bench() -> Iterator[Callable[[str], Rig]]:
-    """Gives a function that opens a rig on another device, for this test alone."""
-    made: list[Rig] = []
-
-    def make(device: str) -> Rig:
-        made.append(Rig(BenchSettings(device, Product.ATLAS_A2, start_timeout_s=30, arena_bytes=64 << 20)))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
+def absent() -> Iterator[Rig]:
+    """A rig whose device does not open: these tests run where there is no CANN."""
+    with bench_on("npu:0") as made:
+        yield made

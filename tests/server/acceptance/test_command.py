@@ -1,22 +1,32 @@
-"""The command as people see it: where there is no NPU, while it runs, and what it leaves behind."""
+"""The command as people see it: where there is no NPU, while it runs, and what it leaves behind.
+
+The file to send is whole at any time, bounded, and without secrets.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import pty
-import subprocess
 import sys
 import tarfile
-from dataclasses import replace
+import threading
 from pathlib import Path
 
+import ml_dtypes
+import numpy as np
 import pytest
+from tests.bundles import contents
 from tests.server.acceptance.conftest import SETTINGS
 from typer.testing import CliRunner
 
+from npugrad_server.acceptance import bundle as bundles
+from npugrad_server.acceptance import node
+from npugrad_server.acceptance.bundle import Bundle, newest_files
 from npugrad_server.acceptance.command import AcceptanceOptions, run_and_report
 from npugrad_server.acceptance.console import AcceptanceConsole, failure_line
+from npugrad_server.acceptance.node import collect, log_folders, shown_environment
 from npugrad_server.acceptance.report import Report, StepCheck, StepReport
 from npugrad_server.acceptance.rig import Rig
 from npugrad_server.acceptance.step import Step, StepLog
@@ -112,22 +122,16 @@ def test_reports_are_written_and_the_verdict_is_shown(
 
 
 @pytest.mark.slow
-def test_all_steps_that_pass_are_accepted(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    options = AcceptanceOptions(0, tmp_path / "out.json", (GOOD,))
-    assert run_and_report(options, SETTINGS, Report("0.1.0", "now", False))
-    shown = capfd.readouterr().out
-    assert "ACCEPTED IN PART: 1 of 1 steps passed; a whole acceptance has 11" in shown
-    assert "SIMULATED" not in shown
-    assert "SIMULATED" not in (tmp_path / "out.html").read_text()
-
-
-def test_what_is_left_out_is_said_and_makes_it_a_part(
+def test_all_steps_that_pass_are_accepted_and_what_is_left_out_is_said(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    options = AcceptanceOptions(0, tmp_path / "out.json", (replace(BAD, number=1),))
-    run_and_report(options, SETTINGS, Report("0.1.0", "now", False, left_out=("all <sizes>",)))
-    assert "left out: all <sizes>" in capfd.readouterr().out
-    assert "Left out: all &lt;sizes&gt;" in (tmp_path / "out.html").read_text()
+    options = AcceptanceOptions(0, tmp_path / "out.json", (GOOD,))
+    assert run_and_report(options, SETTINGS, Report("0.1.0", "now", False, left_out=("all <sizes>",)))
+    shown, page = capfd.readouterr().out, (tmp_path / "out.html").read_text()
+    assert "ACCEPTED IN PART: 1 of 1 steps passed; a whole acceptance has 11" in shown
+    assert "SIMULATED" not in shown + page
+    assert "left out: all <sizes>" in shown
+    assert "Left out: all &lt;sizes&gt;" in page
 
 
 def test_a_folder_that_is_missing_is_told_before_anything_runs(tmp_path: Path) -> None:
@@ -148,42 +152,174 @@ def test_a_long_list_of_failures_is_cut(capfd: pytest.CaptureFixture[str]) -> No
     assert shown.count("found 2; expected 1") == 20
     assert "and 10 more, see the report" in shown
     assert "NOT ACCEPTED: 0 of 1 steps passed" in shown
-
-
-def test_a_check_in_one_line() -> None:
     assert failure_line(StepCheck("a", False, "1", "2")) == "a: found 2; expected 1"
 
 
-_ON_A_TERMINAL = """
-import sys
-import tarfile
-from dataclasses import replace
-from pathlib import Path
-from tests.server.acceptance.test_command import BAD, GOOD, REPORT, SETTINGS
-from npugrad_server.acceptance.command import AcceptanceOptions, run_and_report
-run_and_report(AcceptanceOptions(0, Path(sys.argv[1]), (GOOD, BAD)), SETTINGS, REPORT)
-"""
-
-
 @pytest.mark.slow
-def test_on_a_terminal_there_is_a_live_line(tmp_path: Path) -> None:
+def test_on_a_terminal_there_is_a_live_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     output, terminal = pty.openpty()
-    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
-    command = [sys.executable, "-c", _ON_A_TERMINAL, str(tmp_path / "out.json")]
-    with subprocess.Popen(command, stdout=terminal, stderr=terminal, env=environment) as process:
-        os.close(terminal)
-        shown = b""
+    shown = bytearray()
+
+    def read() -> None:
         with contextlib.suppress(OSError):  # how a terminal says that the other side has gone
             while piece := os.read(output, 4096):
-                shown += piece
+                shown.extend(piece)
+
+    reader, errors = threading.Thread(target=read), os.dup(2)
+    reader.start()
+    os.dup2(terminal, 2)
+    try:
+        with open(terminal, "w") as stdout:
+            monkeypatch.setattr(sys, "stdout", stdout)
+            monkeypatch.setenv("TERM", "xterm")
+            run_and_report(AcceptanceOptions(0, tmp_path / "out.json", (GOOD, BAD)), SETTINGS, REPORT)
+    finally:
+        os.dup2(errors, 2)
+        os.close(errors)
+    reader.join()
     os.close(output)
     text = shown.decode()
-    assert process.returncode == 0, text
     assert "\x1b[?25l" in text  # the cursor is hidden while the line lives
     assert "PASSED" in text
     assert "words of a library" not in text
 
 
-def test_the_process_that_steers_never_imports_torch() -> None:
-    code = "import sys, npugrad_server.cli; sys.exit('torch' in sys.modules or 'torch_npu' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+# --------------------------------------------------------------------------------------- the bundle
+
+
+def test_it_is_whole_from_the_start_and_after_each_stage(tmp_path: Path) -> None:
+    path = tmp_path / "all.tar.gz"
+    with Bundle(path) as bundle:
+        assert list(contents(path)) == ["seconds.json"]
+        bundle.add_text("node/a.txt", "one")
+        with bundle.stage("first"):
+            pass
+        assert contents(path)["node/a.txt"] == b"one"
+        with pytest.raises(ZeroDivisionError), bundle.stage("second"):
+            raise ZeroDivisionError("by zero")
+        stages = json.loads(contents(path)["seconds.json"])
+        assert [(stage["stage"], stage["note"]) for stage in stages] == [
+            ("first", ""),
+            ("second", "ZeroDivisionError: by zero"),
+        ]
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["all.tar.gz"]
+
+
+def test_what_ends_the_acceptance_itself_is_in_it(tmp_path: Path) -> None:
+    path = tmp_path / "all.tgz"
+    with pytest.raises(KeyboardInterrupt), Bundle(path):
+        raise KeyboardInterrupt("SIGTERM")
+    assert b"KeyboardInterrupt: SIGTERM" in contents(path)["crash.txt"]
+
+
+def test_a_place_that_cannot_be_written_is_told_at_once(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="No such file"), Bundle(tmp_path / "no" / "all.tgz"):
+        pytest.fail("it began")
+
+
+def test_failing_data_are_kept_as_far_as_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bundles, "_FAILURE_BYTES", 100)
+    monkeypatch.setattr(bundles, "_FAILURES", 3)
+    path = tmp_path / "all.tgz"
+    half = np.array([1.5, -2], ml_dtypes.bfloat16)
+    with Bundle(path) as bundle:
+        bundle.keep("a call: 1/2", {"x": np.arange(3.0), "half": half, "none": None})
+        bundle.keep("too large", {"x": np.zeros(101, np.uint8)})
+        for number in range(3, 6):
+            bundle.keep(f"call {number}", {"x": np.zeros(1)})
+    found = contents(path)
+    names = sorted(name for name in found if name.endswith(".npz"))
+    assert names == ["failures/01-a_call_1_2.npz", "failures/03-call_3.npz"]
+    (tmp_path / "a.npz").write_bytes(found[names[0]])
+    with np.load(tmp_path / "a.npz") as arrays:
+        assert set(arrays) == {"x", "half"}
+        assert (arrays["half"].view(ml_dtypes.bfloat16) == half).all()
+    index = found["failures/index.txt"].decode()
+    assert "2 too large: 101 bytes" in index
+    assert "half bfloat16 (2,)" in index
+    assert "5 call 5: 8 bytes" in index
+
+
+def test_the_newest_logs_are_taken_with_their_ends_and_a_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bundles, "_LOG_BYTES", 25)
+    monkeypatch.setattr(bundles, "_ONE_LOG_BYTES", 10)
+    logs, path = tmp_path / "log", tmp_path / "all.tgz"
+    (logs / "debug").mkdir(parents=True)
+    for age, name in enumerate(("new", "debug/middle", "old", "oldest")):
+        (logs / name).write_text(f"{name} " * 10 + "the end of", encoding="ascii")
+        os.utime(logs / name, (1000 - age, 1000 - age))
+    (logs / "link").symlink_to(path)
+    with Bundle(path, [logs, tmp_path / "missing"]):
+        pass
+    found = {name: content for name, content in contents(path).items() if name.startswith("logs/")}
+    assert found == {
+        "logs/0/new": b"the end of",
+        "logs/0/debug/middle": b"the end of",
+        "logs/0/old": b"nd of",
+    }
+    assert len(newest_files([logs], most=2)) == 2
+
+
+def test_only_variables_that_matter_are_shown_and_no_secret() -> None:
+    environment = {
+        "ASCEND_HOME_PATH": "/cann",
+        "AWS_SECRET_ACCESS_KEY": "hush",
+        "HOME": "/root",
+        "NPUGRAD_TLS_KEY": "hush",
+        "OMP_NUM_THREADS": "2",
+        "PYTHONPATH": "https://me:hush@example.org/x",
+        "TORCH_TOKEN": "hush",
+    }
+    assert list(shown_environment(environment)) == [
+        "ASCEND_HOME_PATH=/cann",
+        "NPUGRAD_TLS_KEY=(hidden)",
+        "OMP_NUM_THREADS=2",
+        "PYTHONPATH=https://(hidden)@example.org/x",
+        "TORCH_TOKEN=(hidden)",
+    ]
+
+
+def test_the_node_is_described_as_far_as_it_can_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool, opp = tmp_path / "bin" / "npu-smi", tmp_path / "opp"
+    tool.parent.mkdir()
+    tool.write_text("#!/bin/sh\necho 'dcmi module initialize failed. ret is -8005'\nexit 135\n")
+    tool.chmod(0o755)
+    kernels = opp / "built-in" / "kernel" / "group_norm_grad"
+    kernels.mkdir(parents=True)
+    (kernels / "a.o").write_bytes(b"12345")
+    (opp / "version.info").write_text("Version=9.1.0\n")
+    monkeypatch.setenv("PATH", str(tool.parent), prepend=os.pathsep)
+    monkeypatch.setenv("ASCEND_OPP_PATH", str(opp))
+    monkeypatch.setenv("ASCEND_PROCESS_LOG_PATH", str(tmp_path / "logs"))
+    path = tmp_path / "all.tgz"
+    with Bundle(path) as bundle:
+        collect(bundle)
+    found = {name: content.decode() for name, content in contents(path).items()}
+    assert "ret is -8005\n\nended with status 135" in found["node/npu-smi.txt"]
+    assert "built-in/kernel/group_norm_grad 1 5\n" in found["node/kernels.txt"]
+    assert "Version=9.1.0" in found["node/versions.txt"]
+    assert "numpy==" in found["node/packages.txt"]
+    assert f"ASCEND_OPP_PATH={opp}" in found["node/environment.txt"]
+    assert "Python 3." in found["node/system.txt"]
+    assert found["node/ldd.txt"]
+    assert log_folders()[0] == tmp_path / "logs"
+    stages = [stage["stage"] for stage in json.loads(found["seconds.json"])]
+    assert sorted(stages) == sorted(name for name in found if name.startswith("node/"))
+
+
+def test_a_tool_that_hangs_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = tmp_path / "npu-smi"
+    tool.write_text("#!/bin/sh\necho begun\nexec sleep 600\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(node, "_COMMAND_S", 3.0)
+    path = tmp_path / "all.tgz"
+    with Bundle(path) as bundle:
+        collect(bundle)
+    said = contents(path)["node/npu-smi.txt"].decode()
+    assert "begun" in said
+    assert "did not end within 3 s" in said

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -96,7 +96,7 @@ def test_a_call_without_a_result_fails_with_its_words() -> None:
 
 
 @pytest.mark.slow
-def test_probes_worked_out_by_hand_hold_on_a_cpu(rig: Rig) -> None:
+def test_probes_worked_out_by_hand_hold_on_a_cpu_and_tell_x_from_y(rig: Rig) -> None:
     out = StepLog()
     check_probes(rig, out)
     assert len(out.checks) == 7
@@ -104,6 +104,9 @@ def test_probes_worked_out_by_hand_hold_on_a_cpu(rig: Rig) -> None:
     named = {check.name.rpartition(": ")[2]: check for check in out.checks}
     assert named["point a quarter off in x only"].found == "0 0.75 0.25 0 0 0 0 0"
     assert named["point a quarter off in y only"].found == "0 0 0.75 0 0 0 0.25 0"
+    swapped = StepLog()
+    check_probes(Swapped(rig), swapped)  # type: ignore[arg-type]
+    assert [check for check in swapped.checks if check.ok] == []
 
 
 class Swapped:
@@ -118,13 +121,6 @@ class Swapped:
         ran = self._bench.run_job(replace(job, arrays={**job.arrays, "location": location[..., ::-1]}))
         turned = ran.outputs["grad_location"][..., ::-1]
         return Ran({**ran.outputs, "grad_location": turned}, ran.answer)
-
-
-@pytest.mark.slow
-def test_probes_tell_x_from_y(rig: Rig) -> None:
-    out = StepLog()
-    check_probes(Swapped(rig), out)  # type: ignore[arg-type]
-    assert [check for check in out.checks if check.ok] == []
 
 
 @pytest.mark.slow
@@ -182,21 +178,13 @@ def test_sizes_stand_on_both_sides_of_every_limit() -> None:
 
 
 @pytest.mark.slow
-def test_a_trial_tells_what_the_node_is_even_where_there_is_nothing(
-    make_bench: Callable[[str], Rig],
-) -> None:
-    with make_bench("npu:0").trial("surroundings") as trial:
+def test_trials_tell_what_the_node_is_even_where_there_is_nothing_and_how_they_fail(absent: Rig) -> None:
+    with absent.trial("surroundings") as trial:
         found = trial.run({})
     assert any("torch" in problem or "libascendcl" in problem for problem in found["problems"])
     assert "ASCEND_HOME_PATH" in found["variables"]
     assert json.dumps(found)
-
-
-@pytest.mark.slow
-def test_a_trial_that_fails_says_how(make_bench: Callable[[str], Rig]) -> None:
     order = {"device": 0, "staging_bytes": 2**20, "sizes": [1], "concurrent_bytes": 1}
-    with (
-        make_bench("npu:0").trial("copies") as trial,
-        pytest.raises(TrialFailed, match=r"copies: ended with status 1: .*(torch_npu|libascendcl)"),
-    ):
+    reason = r"copies: ended with status 1: .*(torch_npu|libascendcl)"
+    with absent.trial("copies") as trial, pytest.raises(TrialFailed, match=reason):
         trial.run(order)

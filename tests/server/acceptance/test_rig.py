@@ -1,16 +1,19 @@
-"""The rig with real worker processes; on a CPU, because what it does does not depend on the device."""
+"""The rig and calls with known results, with real worker processes of simulated and CPU devices."""
 
 from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
+from tests.server.acceptance.conftest import bench_on
 
 from npugrad import get_operator
 from npugrad_server.acceptance.job import Job, Ran, make_job
+from npugrad_server.acceptance.known import KnownJob, in_flight, known
 from npugrad_server.acceptance.link import DeviceGone
 from npugrad_server.acceptance.numerics import compare_with_reference
 from npugrad_server.acceptance.rig import Rig
@@ -27,6 +30,10 @@ def is_right(job: Job, ran: Ran) -> bool:
     return isinstance(ran.answer, CallDone) and compare_with_reference(job, ran.outputs).ok
 
 
+def norm(name: str = "norm", seed: int = 0, **options: Any) -> KnownJob:
+    return known(name, make_job(RECORD, RECORD.build(), seed, **options))
+
+
 def test_a_call_comes_back_right_with_the_workers_own_answer(rig: Rig) -> None:
     ran = rig.run(RECORD, JOB.call, JOB.arrays)
     assert is_right(JOB, ran)
@@ -36,10 +43,11 @@ def test_a_call_comes_back_right_with_the_workers_own_answer(rig: Rig) -> None:
 
 
 def test_strided_and_expanded_operands_arrive_as_they_are(rig: Rig) -> None:
-    for record in rig.operators:
+    for name in (RECORD.name, "multi_scale_deformable_attention_grad"):
+        record = get_operator(name)
         sample = next(s for s in rig.samples(record) if s.name == "strided")
         job = make_job(record, sample.call)
-        assert is_right(job, rig.run_job(job)), record.name
+        assert is_right(job, rig.run_job(job)), name
 
 
 def test_many_calls_are_answered_in_their_order_and_leave_no_memory_taken(rig: Rig) -> None:
@@ -99,19 +107,18 @@ def test_stop_ends_the_process(rig: Rig) -> None:
     assert rig.stop() == ""
 
 
-def test_a_call_that_fits_no_arena_is_refused_and_takes_nothing(make_bench: Callable[[str], Rig]) -> None:
-    rig = make_bench("cpu:0")
-    with pytest.raises(MemoryError, match="group_norm_backward"):
-        rig.run_job(make_job(RECORD, RECORD.build(n=1, c=64, hxw=2**18, group=1)))
-    assert (rig._operands.used_bytes, rig._results.used_bytes) == (0, 0)
-    assert is_right(JOB, rig.run_job(JOB))
+def test_a_call_that_fits_no_arena_is_refused_and_takes_nothing() -> None:
+    with bench_on("cpu:0", arena_bytes=1 << 20) as rig:
+        with pytest.raises(MemoryError, match="group_norm_backward"):
+            rig.run_job(make_job(RECORD, RECORD.build(n=1, c=64, hxw=2**12, group=1)))
+        assert (rig._operands.used_bytes, rig._results.used_bytes) == (0, 0)
+        assert is_right(JOB, rig.run_job(JOB))
 
 
-def test_a_device_that_does_not_open_is_gone(make_bench: Callable[[str], Rig]) -> None:
-    rig = make_bench("npu:0")  # these tests run where there is no CANN
+def test_a_device_that_does_not_open_is_gone(absent: Rig) -> None:
     with pytest.raises(DeviceGone, match="npu:0: "):
-        rig.start()
-    assert not rig.alive
+        absent.start()
+    assert not absent.alive
 
 
 def test_the_pool_replaces_a_killed_worker(rig: Rig) -> None:
@@ -132,3 +139,48 @@ def test_the_pool_replaces_a_killed_worker(rig: Rig) -> None:
 def test_waiting_for_what_does_not_come_ends_in_time(rig: Rig) -> None:
     with rig.pool() as device:
         assert device.wait(lambda status: status.state is DeviceState.DOWN, 0.05).state is DeviceState.READY
+
+
+# -------------------------------------------------------------------------------------- known results
+
+
+def test_what_is_right_has_no_complaint_whatever_was_wanted(rig: Rig) -> None:
+    job = norm()
+    assert job.complaint(rig.run_job(job.job)) == ""
+    nothing = known("none", make_job(RECORD, RECORD.build(output_mask=(False, False, False))))
+    assert nothing.golden == {}
+    assert nothing.complaint(rig.run_job(nothing.job)) == ""
+    golden = {name: np.zeros(1, np.float32) for name in ("grad_input", "other")}
+    assert job.wrong(golden).startswith("found outputs ['grad_input', 'other']")
+
+
+def test_a_wrong_result_is_named_with_its_output() -> None:
+    job = norm(label="flip")
+    with bench_on("test:0?compute=1&corrupt=flip") as rig:
+        complaint = job.complaint(rig.run_job(job.job))
+    assert complaint.startswith("grad_input: outside tolerance")
+    assert "grad_gamma" not in complaint
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ("oom=x", "DEVICE_OUT_OF_MEMORY: group_norm_backward: the device has no memory for the call now"),
+        ("fault=x", "the worker ended with 507015: test device: run returned 507015"),
+        ("crash=x", "the worker ended: the worker process was killed by signal 9 (SIGKILL)"),
+    ],
+)
+def test_an_answer_without_results_is_told_in_words(option: str, words: str) -> None:
+    job = norm(label="x")
+    with bench_on(f"test:0?{option}") as rig:
+        assert job.complaint(rig.run_job(job.job)) == words
+
+
+def test_jobs_in_flight_come_back_in_order_and_leave_nothing_behind(rig: Rig) -> None:
+    jobs = [norm(str(seed), seed) for seed in range(9)]
+    found = [(job.name, job.complaint(ran)) for job, ran in in_flight(rig, jobs, 4)]
+    assert found == [(str(seed), "") for seed in range(9)]
+    for _, ran in in_flight(rig, jobs, 4):
+        assert isinstance(ran.answer, CallDone)
+        break
+    assert rig._operands.used_bytes == 0
