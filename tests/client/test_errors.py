@@ -32,6 +32,7 @@ from npugrad.errors import (
     DeadlineExceeded,
     DeviceError,
     InvalidOperand,
+    MalformedRequest,
     NpugradError,
     NullOperand,
     OperatorError,
@@ -47,6 +48,8 @@ from npugrad.ops import get_operator
 from npugrad.status import encode_status
 from npugrad.validation import error_from_verdict, make_call, validate_call
 from npugrad_client import Client, TensorMeta
+from npugrad_client._attempt import Attempt
+from npugrad_client._older import version_question
 from npugrad_client.errors import STATUS_CLASSES
 
 End = Callable[[Context], object]
@@ -82,8 +85,9 @@ def error_of(client: Any) -> Callable[[End], NpugradError]:
         ENDS.append(end)
         with pytest.raises(NpugradError) as caught:
             client.group_norm_backward(**group_norm())
-        assert caught.value.__cause__ is None, "a second exception, of grpc's"
-        assert caught.value.__suppress_context__
+        error = caught.value
+        assert error.__cause__ is None, "a second exception, of grpc's"
+        assert error.__suppress_context__ or error.__context__ is None
         return caught.value
 
     return call
@@ -277,3 +281,39 @@ def test_the_public_list_and_the_tree_of_the_docstring_are_all_classes_of_the_co
     drawn = npugrad_client.errors.__doc__ or ""
     for name in npugrad_client.errors.__all__:
         assert f" {name} " in drawn or drawn.startswith(name) or f"\n{name} " in drawn, name
+
+
+# ------------------------------------------------------------------------- servers that lack an operator
+
+NO_CALL = "execute: header: found no call; expected one of gelu_backward"
+
+
+@pytest.mark.parametrize("way", [STREAMED], indirect=True, ids=["streamed"])
+def test_a_server_that_lacks_an_operator_may_keep_its_version_to_itself(error_of: ErrorOf) -> None:
+    for error in (MalformedRequest(NO_CALL), UnsupportedOperator("found an unknown operator")):
+        found = error_of(lambda context, error=error: abort_with(context, error))  # type: ignore[misc]
+        assert type(found) is UnsupportedOperator
+        assert (found.reason, found.operator) == ("OPERATOR_UNSUPPORTED", RECORD.name)
+        assert found.request_id == "abc123"
+        assert "this server, of unknown version, does not have this operator" in str(found)
+    for error in (
+        MalformedRequest("execute: found another header; expected a chunk"),
+        MalformedRequest(NO_CALL, operator=RECORD.name),
+        UnsupportedOperator("group_norm_backward: no device has it", operator=RECORD.name),
+    ):
+        found = error_of(lambda context, error=error: abort_with(context, error))  # type: ignore[misc]
+        assert (type(found), str(found), found.operator) == (type(error), str(error), error.operator)
+
+
+@pytest.mark.parametrize(
+    ("timeout_s", "passed_s", "most_s"), [(None, 9.0, 5.0), (2.0, 1.5, 0.5), (2.0, 9.0, 0.001)]
+)
+def test_the_version_is_asked_for_in_what_the_deadline_leaves(
+    timeout_s: float | None, passed_s: float, most_s: float
+) -> None:
+    attempt = Attempt(RECORD.name, "here:1", timeout_s)
+    attempt.started_s -= passed_s
+    question = version_question(attempt)
+    assert question.target == attempt.target
+    assert question.timeout_s is not None
+    assert 0 < question.timeout_s <= most_s
