@@ -1,14 +1,15 @@
-"""Who calls while servers come and go: plain grpcio and the SDK, in threads that note what they lose."""
+"""Who calls while servers suffer: plain grpcio and the SDK, in threads that note what became of each call."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple
 
 import grpc
 from tests.calls import UPLOAD_HXW, Sample, gated, sample
@@ -16,24 +17,32 @@ from tests.e2e.harness import eventually
 from tests.fix_server import ServerProcess
 
 from npugrad.v1 import backward_pb2_grpc
-from npugrad_client import Client, NpugradError
+from npugrad_client import AsyncClient, Client
 
 CALLERS, TIMEOUT_S, PACE_S = 4, 60.0, 0.01
+Call = Callable[[], object]
+"""Makes a call; returns what it was answered, or False for a wrong result."""
 ROUND_ROBIN = json.dumps(
     {"loadBalancingConfig": [{"round_robin": {}}], "healthCheckConfig": {"serviceName": ""}}
 )
 
 
-def plain_calls(channel: grpc.Channel, made: Sample | None = None) -> Callable[[], bool]:
-    """What makes a call of GroupNorm over a channel, once, and says whether its result is right."""
+def arguments(made: Sample | None = None) -> dict[str, Any]:
+    """What the SDK's method takes for a call; a small one of GroupNorm."""
+    made = made or sample()
+    return {**made.arrays, **made.call.attrs}
+
+
+def plain_calls(channel: grpc.Channel, made: Sample | None = None) -> Call:
+    """Calls of GroupNorm over a channel."""
     made = made or sample()
     stub, message = backward_pb2_grpc.BackwardServiceStub(channel), made.message()
     expected = made.reference()["grad_input"]
-    return lambda: bool(stub.GroupNormBackward(message, timeout=TIMEOUT_S).grad_input.data == expected)
+    return lambda: stub.GroupNormBackward(message, timeout=TIMEOUT_S).grad_input.data == expected
 
 
 @contextmanager
-def _plain(targets: tuple[str, ...], made: Sample | None = None) -> Iterator[Callable[[], bool]]:
+def plain(targets: Sequence[str], made: Sample | None = None) -> Iterator[Call]:
     """One channel, as a process has, and a stub that tries once."""
     options: list[tuple[str, Any]] = [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_retries", 0)]
     target = targets[0]
@@ -45,18 +54,48 @@ def _plain(targets: tuple[str, ...], made: Sample | None = None) -> Iterator[Cal
 
 
 @contextmanager
-def _sdk(
-    targets: tuple[str, ...], made: Sample | None = None, **options: Any
-) -> Iterator[Callable[[], bool]]:
+def sdk(targets: Sequence[str], made: Sample | None = None, **options: Any) -> Iterator[Call]:
     """One client as it comes, but for options."""
-    made = made or sample()
-    given: dict[str, Any] = {**made.arrays, **made.call.attrs}
-    expected = made.reference()["grad_input"]
-    with Client(list(targets), timeout_s=TIMEOUT_S, **options) as client:
-        yield lambda: client.group_norm_backward(**given).grad_input.tobytes() == expected
+    given, is_right = arguments(made), _judge(made)
+    with Client(list(targets), **{"timeout_s": TIMEOUT_S, **options}) as client:
+        yield lambda: is_right(client.group_norm_backward(**given))
 
 
-KINDS: dict[str, Callable[..., Any]] = {"plain": _plain, "SDK": _sdk}
+@contextmanager
+def asyncio_sdk(targets: Sequence[str], made: Sample | None = None, **options: Any) -> Iterator[Call]:
+    """One asynchronous client, on an event loop in a thread."""
+    given, is_right, loop = arguments(made), _judge(made), asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+
+    async def opened() -> AsyncClient:
+        return AsyncClient(list(targets), **{"timeout_s": TIMEOUT_S, **options})
+
+    def wait(work: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, loop).result(TIMEOUT_S + 60)
+
+    client = wait(opened())
+    try:
+        yield lambda: is_right(wait(client.group_norm_backward(**given)))
+    finally:
+        wait(client.close())
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(TIMEOUT_S)
+        loop.close()
+
+
+def _judge(made: Sample | None) -> Callable[[Any], Any]:
+    """Gives a typed result's info if it is right, else False."""
+    expected = (made or sample()).reference()
+
+    def judged(found: Any) -> Any:
+        is_right = {name: getattr(found, name).tobytes() for name in expected} == expected
+        return is_right and found.info
+
+    return judged
+
+
+KINDS: dict[str, Callable[..., AbstractContextManager[Call]]] = {"plain": plain, "SDK": sdk}
 
 
 def reason_of(error: Exception) -> str:
@@ -66,51 +105,95 @@ def reason_of(error: Exception) -> str:
     return getattr(error, "reason", "") or type(error).__name__
 
 
-def in_columns(cells: Sequence[str], widths: Sequence[int]) -> str:
-    """A line of a table that is printed while its rows are measured."""
-    return "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
+class Ended(NamedTuple):
+    """A call that has ended.
+
+    Attributes:
+        begin_s: When it was sent, by `time.monotonic()`.
+        end_s: When it ended.
+        told: What it failed with; empty if it was answered right.
+        answer: What it was answered.
+    """
+
+    begin_s: float
+    end_s: float
+    told: str
+    answer: Any
 
 
 class Load:
     """Callers in threads, each of which calls again when it has its answer, but not at once.
 
     Attributes:
-        failed: Failures by what they say, wrong results included.
-        longest_s: The longest that a call took.
+        ended: The calls that have ended, in that order.
     """
 
-    def __init__(self, call: Callable[[], bool]) -> None:
-        self._call, self.failed, self.longest_s = call, Counter[str](), 0.0
-        self._calls, self._changed, self._is_over = 0, threading.Condition(), False
-        self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(CALLERS)]
+    def __init__(
+        self, *calls: Call, callers: int = CALLERS, pace_s: float = PACE_S, refused_pause_s: float = 0.0
+    ) -> None:
+        """Starts nothing yet.
 
-    def _work(self) -> None:
-        while not self._is_over:
-            begin_s = time.monotonic()
+        Args:
+            calls: What each caller calls, one for all or one for each.
+            callers: How many, if one call is for all.
+            pace_s: From the start of a call to that of the next one at least, so that failures, which are
+                quick, do not outnumber answers.
+            refused_pause_s: From a failure to the next call at least.
+        """
+        self.ended: list[Ended] = []
+        self._pace_s, self._refused_pause_s = pace_s, refused_pause_s
+        self._changed, self._over = threading.Condition(), threading.Event()
+        each = calls if len(calls) > 1 else calls * callers
+        self._threads = [threading.Thread(target=self._work, args=(call,), daemon=True) for call in each]
+
+    def _work(self, call: Call) -> None:
+        while not self._over.is_set():
+            begin_s, answer = time.monotonic(), None
             try:
-                told = "" if self._call() else "a wrong result"
-            except (grpc.RpcError, NpugradError) as error:
+                answer = call()
+                told = "a wrong result" if answer is False else ""
+            except Exception as error:
                 told = reason_of(error)
-            took_s = time.monotonic() - begin_s
+            end_s = time.monotonic()
             with self._changed:
-                self._calls += 1
-                self.longest_s = max(self.longest_s, took_s)
-                if told:
-                    self.failed[told] += 1
+                self.ended.append(Ended(begin_s, end_s, told, answer))
                 self._changed.notify_all()
-            # So that failures, which are quick, do not outnumber answers.
-            time.sleep(max(0.0, PACE_S - took_s))
+            pause_s = self._refused_pause_s if told else 0.0
+            self._over.wait(max(pause_s, self._pace_s - (end_s - begin_s)))
 
     @property
     def calls(self) -> int:
         """Calls that have ended."""
-        return self._calls
+        return len(self.ended)
+
+    @property
+    def failed(self) -> Counter[str]:
+        """Failures by what they say, wrong results included."""
+        return Counter(each.told for each in self.ended if each.told)
+
+    @property
+    def longest_s(self) -> float:
+        """The longest that a call took."""
+        return max((each.end_s - each.begin_s for each in self.ended), default=0.0)
+
+    def between(self, start_s: float, end_s: float = float("inf")) -> list[Ended]:
+        """Calls that ended between two times."""
+        with self._changed:
+            return [each for each in self.ended if start_s <= each.end_s < end_s]
+
+    def wait(self, reached: Callable[[], object], timeout_s: float = 300.0) -> bool:
+        """Waits until they have come so far, which is looked at after each call; whether they did in time."""
+        with self._changed:
+            return bool(self._changed.wait_for(reached, timeout_s))
 
     def wait_for(self, calls: int, timeout_s: float = 300.0) -> None:
-        """Waits until so many calls have ended."""
-        with self._changed:
-            if not self._changed.wait_for(lambda: self._calls >= calls, timeout_s):
-                raise TimeoutError(f"found {self._calls} calls after {timeout_s:g} s; expected {calls}")
+        """Waits until so many calls have ended.
+
+        Raises:
+            TimeoutError: They have not in time.
+        """
+        if not self.wait(lambda: self.calls >= calls, timeout_s):
+            raise TimeoutError(f"found {self.calls} calls after {timeout_s:g} s; expected {calls}")
 
     def __enter__(self) -> Load:
         for thread in self._threads:
@@ -118,7 +201,7 @@ class Load:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._is_over = True
+        self._over.set()
         for thread in self._threads:
             thread.join(TIMEOUT_S + 10)
 

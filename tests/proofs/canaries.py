@@ -8,15 +8,17 @@ stay ready. All of them are simulated.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import logging
 import random
-import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.proofs.proof import run, verdict
 
 from npugrad import OPERATORS, Product
 from npugrad.coordinates import CoordinateRule
@@ -92,8 +94,7 @@ class Found:
         """Whether it was as it has to be."""
         return not (self.missed or self.alarms or self.errors or self.lost)
 
-    def line(self) -> str:
-        """The counts, for a person."""
+    def __str__(self) -> str:
         return (
             f"simulated devices: {self.devices - len(self.missed)} of {self.devices} that compute wrongly "
             f"quarantined, {self.served} of them after they had been ready; {self.alarms} false alarms and "
@@ -195,20 +196,20 @@ def prove(devices: int, canaries: int, seed: int = 0) -> Found:
     )
 
 
-def main() -> int:
-    """Command line; returns 0 when everything was found, and nothing else."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--devices", type=int, default=DEVICES)
-    parser.add_argument("--canaries", type=int, default=CANARIES)
-    parser.add_argument("--seed", type=int, default=0)
-    chosen = parser.parse_args()
+def main(given: Any, folder: Path) -> bool:
+    """Prints one line, and what was not found."""
     logging.disable()  # of what is wrong with each wrong device
-    found = prove(chosen.devices, chosen.canaries, chosen.seed)
-    print(found.line())
+    found = prove(given.devices, given.canaries, given.seed)
     for name in found.missed:
         print(f"not found: {name}")
-    return 0 if found.is_good else 1
+    return verdict(found, found.is_good)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(
+        main,
+        __doc__,
+        devices=(DEVICES, "devices that compute wrongly"),
+        canaries=(CANARIES, "canaries of devices that are right"),
+        seed=(0, "of what is drawn"),
+    )

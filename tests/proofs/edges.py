@@ -8,15 +8,13 @@ apart: nearest interpolation has no floor that one could take for a ceiling.
 
 from __future__ import annotations
 
-import argparse
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from tests.edge_calls import (
     ATTENTION,
     DTYPES,
@@ -28,6 +26,7 @@ from tests.edge_calls import (
     edge_call,
     modes_of,
 )
+from tests.proofs.proof import run, verdict
 
 
 def calls(count: int, seed: int) -> Iterator[tuple[str, EdgeCall]]:
@@ -44,6 +43,8 @@ def calls(count: int, seed: int) -> Iterator[tuple[str, EdgeCall]]:
 
 def by_pytorch(call: EdgeCall) -> dict[str, Any]:
     """What PyTorch's kernels for the CPU answer on the operands in float32, rounded to their type."""
+    import torch
+
     names = ("grad_output", "input", "grid")
     operands = [torch.from_numpy(np.ascontiguousarray(call.inputs[n], np.float32)) for n in names]
     attrs = call.meta.attrs
@@ -109,24 +110,19 @@ def proved(count: int, seed: int) -> Counts:
     return found
 
 
-def main() -> int:
-    """Prints the counts; 0 if all is as it must be."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--calls", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=1)
-    args = parser.parse_args()
+def main(given: Any, folder: Path) -> bool:
+    """Prints the counts."""
+    import torch
+
     torch.set_num_threads(1)
-    start = time.monotonic()
-    found = proved(args.calls, args.seed)
+    start_s = time.monotonic()
+    found = proved(given.calls, given.seed)
     for line in found.lines():
         print(line)
     wrong = found.seen.total() - found.right.total()
-    print(
-        f"prove-edges: {args.calls} calls, {found.seen.total()} results, {wrong} judged wrongly, "
-        f"{time.monotonic() - start:.0f} s"
-    )
-    return 1 if wrong else 0
+    results = f"{given.calls} calls, {found.seen.total()} results, {wrong} judged wrongly"
+    return verdict(f"prove-edges: {results}, {time.monotonic() - start_s:.0f} s", not wrong)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main, __doc__, calls=(1000, "how many"), seed=(1, "of what is drawn"))

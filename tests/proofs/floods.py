@@ -7,27 +7,24 @@ says what it then does.
 
 from __future__ import annotations
 
-import argparse
-import sys
-import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tests.benchmarks.resident import status_bytes
 from tests.fix_server import run_server
 from tests.proofs.attacks import ATTACKS, Attack, Flood
-from tests.proofs.callers import KINDS, Load, in_columns
+from tests.proofs.callers import Load, plain
+from tests.proofs.proof import MIB, Table, run, told, verdict
 from tests.proofs.proxies import ENVOY, SERVER_FLAGS
 
 DEVICES = "test:1?ms=2&compute=1"
 BARE, THROUGH = "bare", "Envoy"
 MOST_GROWTH_MIB = 256.0
 """What the server and the gateway may grow by together in a flood of any length."""
-_MIB = 2**20
 
 
 @dataclass(frozen=True)
@@ -43,46 +40,31 @@ class FloodSize:
     seconds: float = 10.0
 
 
-@dataclass
+@dataclass(frozen=True)
 class FloodRow:
     """What the neighbour noticed of one attack.
 
     Attributes:
-        attack: Which.
         path: Past the gateway or through it.
-        calls: The neighbour's calls meanwhile.
-        failed: Those that failed, by what they say.
-        longest_s: The longest of them.
+        load: The neighbour's calls meanwhile.
         server_mib: What the front process had grown by at most.
         gateway_mib: What the gateway had.
         connections: Those of the attackers.
         sent_mib: What they sent.
     """
 
-    attack: str
     path: str
-    calls: int = 0
-    failed: Counter[str] = field(default_factory=Counter)
-    longest_s: float = 0.0
-    server_mib: float = 0.0
-    gateway_mib: float = 0.0
-    connections: int = 0
-    sent_mib: float = 0.0
+    load: Load
+    server_mib: float
+    gateway_mib: float
+    connections: int
+    sent_mib: float
 
     @property
     def is_kept(self) -> bool:
         """Whether the gateway held it off; nothing is promised for a bare server."""
         grown = self.server_mib + self.gateway_mib
-        return self.path == BARE or (not self.failed and grown <= MOST_GROWTH_MIB)
-
-    def cells(self) -> tuple[str, ...]:
-        """As the table shows it."""
-        why = "; ".join(f"{count} x {what}" for what, count in self.failed.most_common(3))
-        return (
-            *(self.attack, self.path, str(self.calls), str(self.failed.total()), f"{self.longest_s:.2f}"),
-            *(f"{self.server_mib:.0f}", f"{self.gateway_mib:.0f}", str(self.connections)),
-            *(f"{self.sent_mib:.0f}", why),
-        )
+        return self.path == BARE or (not self.load.failed and grown <= MOST_GROWTH_MIB)
 
 
 class _Growth:
@@ -93,7 +75,7 @@ class _Growth:
         self.mib = 0.0
 
     def look(self) -> None:
-        self.mib = max(self.mib, (status_bytes("VmRSS", self._pid) - self._first) / _MIB)
+        self.mib = max(self.mib, (status_bytes("VmRSS", self._pid) - self._first) / MIB)
 
 
 @contextmanager
@@ -110,7 +92,7 @@ def _entry(path: str, folder: Path) -> Iterator[tuple[str, list[int]]]:
 
 def measured(attack: Attack, path: str, size: FloodSize, folder: Path) -> FloodRow:
     """One attack on a server of its own."""
-    with _entry(path, folder) as (address, pids), KINDS["plain"]((address,)) as call:
+    with _entry(path, folder) as (address, pids), plain((address,)) as call:
         call()  # connects
         grown = [_Growth(pid) for pid in pids]
         end_s = time.monotonic() + size.seconds
@@ -120,51 +102,37 @@ def measured(attack: Attack, path: str, size: FloodSize, folder: Path) -> FloodR
                 for each in grown:
                     each.look()
             load.wait_for(size.calls)
-    mib = [each.mib for each in grown] + [0.0]
-    found = FloodRow(attack.name, path, load.calls, load.failed, load.longest_s, mib[0], mib[1])
-    found.connections, found.sent_mib = flood.connections, flood.sent_bytes / _MIB
-    return found
+    server, gateway, *_ = [each.mib for each in grown] + [0.0]
+    return FloodRow(path, load, server, gateway, flood.connections, flood.sent_bytes / MIB)
 
 
-HEADS = (
-    "attack",
-    "path",
-    "calls",
-    "failed",
-    "longest s",
-    "+server",
-    "+gateway",
-    "connections",
-    "sent",
-    "failures",
-)
-_WIDTHS = (20, 6, 6, 6, 9, 7, 8, 11, 6, 0)
-
-
-def main() -> int:
-    """Command line; 1 where the gateway lost a call or memory."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    names = [attack.name for attack in ATTACKS]
-    parser.add_argument("--attack", action="append", choices=names, help="only these")
-    parser.add_argument("--path", action="append", choices=[BARE, THROUGH], help="only these")
-    parser.add_argument("--calls", type=int, default=FloodSize.calls, help="of the neighbour, at least")
-    parser.add_argument("--seconds", type=float, default=FloodSize.seconds, help="of each flood, at least")
-    options = parser.parse_args()
-    size, is_kept = FloodSize(options.calls, options.seconds), True
-    paths = [path for path in (BARE, THROUGH) if not options.path or path in options.path]
-    if THROUGH in paths and ENVOY.missing():
+def main(given: Any, folder: Path) -> bool:
+    """Prints a table; memory and what was sent are in MiB."""
+    size, is_kept = FloodSize(given.calls, given.seconds), True
+    if THROUGH in given.path and ENVOY.missing():
         print(ENVOY.missing())
-        return 1
-    print(f"{in_columns(HEADS, _WIDTHS)}   (memory and what was sent in MiB)", flush=True)
-    with tempfile.TemporaryDirectory(prefix="npugrad-floods-") as folder:
-        for attack in ATTACKS:
-            for path in paths if not options.attack or attack.name in options.attack else ():
-                row = measured(attack, path, size, Path(folder) / f"{attack.name}-{path}")
-                print(in_columns(row.cells(), _WIDTHS), flush=True)
-                is_kept = is_kept and row.is_kept
-    print(f"through the gateway 0 failed, at most {MOST_GROWTH_MIB:g} MiB: {'kept' if is_kept else 'BROKEN'}")
-    return 0 if is_kept else 1
+        return False
+    table = Table(
+        **{"attack": 20, "path": 6, "calls": 6, "failed": 6, "longest_s": 9, "server_grew": 11},
+        **{"gateway_grew": 12, "connections": 11, "sent": 6, "failures": 0},
+    )
+    for attack in (attack for attack in ATTACKS if attack.name in given.attack):
+        for path in given.path:
+            row = measured(attack, path, size, folder / f"{attack.name}-{path}")
+            failed, load = row.load.failed, row.load
+            grown = round(row.server_mib), round(row.gateway_mib)
+            cells = (*grown, row.connections, round(row.sent_mib), told(failed, 3))
+            table.row(attack.name, path, load.calls, failed.total(), load.longest_s, *cells)
+            is_kept = is_kept and row.is_kept
+    return verdict(f"through the gateway 0 failed, at most {MOST_GROWTH_MIB:g} MiB", is_kept)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(
+        main,
+        __doc__,
+        attack=([attack.name for attack in ATTACKS], "only these"),
+        path=([BARE, THROUGH], "only these"),
+        calls=(FloodSize.calls, "of the neighbour, at least"),
+        seconds=(FloodSize.seconds, "of each flood, at least"),
+    )

@@ -12,37 +12,36 @@ and the seconds until nothing is held. A neighbour calls all the while; each of 
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import socket
-import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import grpc
-from tests.calls import call_execute, call_unary, header_frame, sample
+from tests.benchmarks.resident import status_bytes
+from tests.calls import call_execute, call_unary, header_frame, repeated
 from tests.fix_server import ServerProcess, run_server
 from tests.http2 import DATA, END_STREAM, PREFACE, SETTINGS, call_headers, frame, message
 from tests.operators import GROUP_NORM
+from tests.proofs.callers import Load, plain
+from tests.proofs.proof import MIB, Table, run, verdict
 
-from npugrad.meta import TensorMeta
-
-MIB = 2**20
 SLACK_BYTES = 64 * MIB
 """What the front process may grow by beyond `front_memory_bytes`."""
 GONE_S = 60.0
+NEIGHBOURS_BYTES = 2 * 5 * MIB
+"""What is held for a call of the neighbour that may be on its way."""
 UNARY = f"/npugrad.v1.BackwardService/{GROUP_NORM.rpc}".encode()
 EXECUTE = b"/npugrad.v1.BackwardService/Execute"
 ATTACKER = "127.0.0.2"
 """Where callers that read nothing come from, so that they are another tenant than the neighbour."""
-_TIMEOUT_S, _LOOK_S = 120.0, 0.05
+_TIMEOUT_S, _LOOK_S, _SEEN_S = 120.0, 0.05, 2.0
 _FRAME_BYTES = 16_000
 
 
@@ -59,7 +58,7 @@ class Row:
         shown_bytes: The most that the metrics said.
         gone_s: Seconds until it had all given back; None if it did not within `GONE_S` and some.
         left_bytes: How much more memory it has then, which is free: malloc keeps it for what comes next.
-        neighbour: Answers of the neighbour: right, and not.
+        neighbour: Calls of a neighbour meanwhile.
     """
 
     name: str
@@ -70,43 +69,14 @@ class Row:
     shown_bytes: int
     gone_s: float | None
     left_bytes: int
-    neighbour: tuple[int, int]
+    neighbour: Load
 
     @property
     def is_kept(self) -> bool:
         """Whether the promise is kept."""
         bounded = max(self.grown_bytes - SLACK_BYTES, self.shown_bytes) <= self.limit_bytes
-        return bounded and self.gone_s is not None and self.gone_s <= GONE_S and not self.neighbour[1]
-
-    def __str__(self) -> str:
-        gone = "never" if self.gone_s is None else f"{self.gone_s:.1f}"
-        right, wrong = self.neighbour
-        return (
-            f"{self.name:34} {self.limit_bytes / MIB:8.0f} {self.calls:6} {self.refused:8} "
-            f"{self.grown_bytes / MIB:10.1f} {self.shown_bytes / MIB:10.1f} {gone:>7} "
-            f"{self.left_bytes / MIB:9.1f} {right:6}/{wrong:<5} "
-            f"{'kept' if self.is_kept else 'NOT KEPT'}"
-        )
-
-
-HEAD = f"{'attack':34} {'limit':>8} {'calls':>6} {'refused':>8} {'grown MiB':>10} {'shown MiB':>10} "
-HEAD += f"{'gone s':>7} {'left MiB':>9} {'neighbour':>12}"
-
-
-def small_request(reply_bytes: int) -> Any:
-    """A request of about 100 bytes whose reply has so many: its large operands repeat one element."""
-    made = sample()
-    call = GROUP_NORM.build(n=1, c=1, hxw=reply_bytes // 4, group=1)
-    one = call.tensor("grad_out")
-    repeated = TensorMeta(one.dtype, one.shape, strides=(0,) * len(one.shape))
-    request = made.message()
-    request.n, request.c, request.hxw, request.group = 1, 1, reply_bytes // 4, 1
-    for name, meta in call.with_inputs(grad_out=repeated, input=repeated).inputs.items():
-        assert meta is not None
-        tensor = getattr(request, name)
-        tensor.meta.shape[:], tensor.meta.strides[:] = meta.shape, meta.strides or ()
-        tensor.data = bytes(meta.content_bytes)
-    return request
+        is_gone = self.gone_s is not None and self.gone_s <= GONE_S
+        return bounded and is_gone and not self.neighbour.failed
 
 
 # --------------------------------------------------------------------------------------------- the callers
@@ -147,62 +117,45 @@ class Unread:
 
 
 class Watch:
-    """Looks at a server and calls it as a neighbour would, for a block."""
+    """Looks at a server for a block.
+
+    Attributes:
+        grown_bytes: How much more memory it had, at most.
+        shown_bytes: The most that its metrics said.
+    """
 
     def __init__(self, running: ServerProcess) -> None:
         self._running, self._stop = running, threading.Event()
-        self._made = sample()
-        self._expected = self._made.reference() if "cpu" in running.info().devices[0].name else None
-        self.before_bytes = self.grown_bytes = self.shown_bytes = 0
-        self.right = self.wrong = 0
-        self._threads = [threading.Thread(target=act, daemon=True) for act in (self._look, self._call)]
+        self.grown_bytes = self.shown_bytes = 0
+        self._before_bytes = self._memory_bytes()
+        self._thread = threading.Thread(target=self._look, daemon=True)
 
     def __enter__(self) -> Watch:
-        with self._running.channel() as channel:  # the first calls make what stays
-            for _ in range(20):
-                self._answer(channel)
-        self.before_bytes, self.right = self.memory_bytes(), 0
-        for thread in self._threads:
-            thread.start()
+        self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
-        for thread in self._threads:
-            thread.join(_TIMEOUT_S)
+        self._thread.join(_TIMEOUT_S)
 
-    def memory_bytes(self) -> int:
+    def _memory_bytes(self) -> int:
         """What the front process has of its own: neither files nor shared."""
-        lines = Path(f"/proc/{self._running.process.pid}/status").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+        return status_bytes("RssAnon", self._running.process.pid)
+
+    def more_bytes(self) -> int:
+        """How much more memory it has now."""
+        return self._memory_bytes() - self._before_bytes
 
     def _look(self) -> None:
         while not self._stop.wait(_LOOK_S):
-            self.grown_bytes = max(self.grown_bytes, self.memory_bytes() - self.before_bytes)
+            self.grown_bytes = max(self.grown_bytes, self.more_bytes())
             self.shown_bytes = max(self.shown_bytes, held_bytes(self._running))
-
-    def _call(self) -> None:
-        with self._running.channel() as channel:
-            while not self._stop.wait(_LOOK_S):
-                if self._answer(channel):
-                    self.right += 1
-                else:
-                    self.wrong += 1
-
-    def _answer(self, channel: grpc.Channel) -> bool:
-        try:
-            result = call_unary(channel, self._made.record, self._made.message(), timeout=_TIMEOUT_S)
-        except Exception:
-            return False
-        found = {name: content.data for name, content in result.contents.items()}
-        return self._expected is None or found == self._expected
 
     def gone_s(self, since_s: float) -> float | None:
         """Seconds until nothing is left; None if that takes longer than `GONE_S` and some."""
         while time.monotonic() - since_s < GONE_S + 10:
             results = figure(self._running, "npugrad_output_arena_used_bytes ")
-            # A call of the neighbour may be on its way.
-            if results < MIB and held_bytes(self._running) < 2 * 5 * MIB:
+            if results < MIB and held_bytes(self._running) < NEIGHBOURS_BYTES:
                 return time.monotonic() - since_s
             time.sleep(_LOOK_S)
         return None
@@ -229,7 +182,7 @@ def unread_replies(
     running: ServerProcess, calls: int, reply_bytes: int, path: bytes = UNARY, *, window_bytes: int = 0
 ) -> Iterator[None]:
     """Calls on four connections, of whose replies no more is taken than a window."""
-    request = small_request(reply_bytes)
+    request = repeated(reply_bytes).message()
     data = (request if path == UNARY else header_frame(GROUP_NORM, request)).SerializeToString()
     share = [calls // 4 + (index < calls % 4) for index in range(4)]
     with ExitStack() as stack:
@@ -257,38 +210,36 @@ def gzip_bombs(running: ServerProcess, calls: int, inflated_bytes: int) -> Itera
 @contextmanager
 def read_replies(running: ServerProcess, calls: int, reply_bytes: int, path: bytes) -> Iterator[None]:
     """Calls at once by clients that read."""
-    request = small_request(reply_bytes)
+    request = repeated(reply_bytes).message()
 
-    def act() -> None:
+    def act(_: int) -> None:
         with running.channel() as channel, suppress(Exception):  # refused: the server counts
             if path == UNARY:
                 call_unary(channel, GROUP_NORM, request, timeout=_TIMEOUT_S)
             else:
                 call_execute(channel, [header_frame(GROUP_NORM, request)], timeout=_TIMEOUT_S)
 
-    threads = [threading.Thread(target=act) for _ in range(calls)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(_TIMEOUT_S)
+    with ThreadPoolExecutor(calls) as pool:
+        list(pool.map(act, range(calls)))
     yield
 
 
-def measured(
-    name: str, running: ServerProcess, calls: int, attack: Callable[[], Any], settle_s: float = 2.0
-) -> Row:
+def measured(name: str, running: ServerProcess, calls: int, attack: Callable[[], Any]) -> Row:
     """Makes one attack and looks at what it does, until nothing is left of it."""
-    limit = int(running.info().limits.front_memory_bytes)
-    before = refused_of(running)
-    with Watch(running) as watch:
-        with attack():
+    limit, before = int(running.info().limits.front_memory_bytes), refused_of(running)
+    with plain([running.address]) as call:
+        for _ in range(20):  # the first calls make what stays
+            call()
+        with Watch(running) as watch, Load(call, callers=1, pace_s=_LOOK_S) as neighbour, attack():
             since_s = time.monotonic()
-            time.sleep(settle_s)  # for what it does to be seen
-            gone_s = watch.gone_s(since_s)
-            left_bytes = watch.memory_bytes() - watch.before_bytes
-        refused = refused_of(running) - before
-    found = (watch.right, watch.wrong)
-    return Row(name, limit, calls, refused, watch.grown_bytes, watch.shown_bytes, gone_s, left_bytes, found)
+            # What it does is seen soon, and what an unread reply does until it is given up.
+            while watch.shown_bytes < NEIGHBOURS_BYTES and (
+                time.monotonic() - since_s < _SEEN_S or (not watch.shown_bytes and "unread" in name)
+            ):
+                time.sleep(_LOOK_S)
+            gone_s, left_bytes = watch.gone_s(since_s), watch.more_bytes()
+        refused, grown = refused_of(running) - before, watch.grown_bytes
+    return Row(name, limit, calls, refused, grown, watch.shown_bytes, gone_s, left_bytes, neighbour)
 
 
 def refused_of(running: ServerProcess) -> int:
@@ -362,20 +313,22 @@ def rows(folder: Path, size: FrontSize) -> Iterator[Row]:
             yield measured(f"6 replies of {size.big_bytes // MIB} MiB, {name}", running, 6, act)
 
 
-def main() -> int:
-    """Prints the table; exit code 0 if every promise was kept."""
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    options.add_argument("--calls", type=int, default=60, help="unread replies; default 60")
-    options.add_argument("--mib", type=int, default=256, help="size of a big reply; default 256")
-    chosen = options.parse_args()
-    kept = True
-    print(HEAD)
-    with tempfile.TemporaryDirectory() as folder:
-        for row in rows(Path(folder), FrontSize(calls=chosen.calls, big_bytes=chosen.mib * MIB)):
-            print(row, flush=True)
-            kept &= row.is_kept
-    return 0 if kept else 1
+def main(given: Any, folder: Path) -> bool:
+    """Prints a table; memory is in MiB."""
+    is_kept = True
+    table = Table(
+        **{"attack": 34, "limit": 8, "calls": 6, "refused": 8, "grown": 10, "shown": 10, "gone_s": 7},
+        **{"left": 9, "neighbour's": 12, "failed": 6},
+    )
+    for row in rows(folder, FrontSize(calls=given.calls, big_bytes=given.mib * MIB)):
+        gone = "never" if row.gone_s is None else row.gone_s
+        grown, shown, left = (n / MIB for n in (row.grown_bytes, row.shown_bytes, row.left_bytes))
+        other = row.neighbour
+        counts = row.name, row.limit_bytes // MIB, row.calls, row.refused
+        table.row(*counts, grown, shown, gone, left, other.calls, other.failed.total())
+        is_kept &= row.is_kept
+    return verdict(f"at most the limit and {SLACK_BYTES // MIB} MiB, gone within {GONE_S:g} s", is_kept)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main, __doc__, calls=(60, "unread replies"), mib=(256, "size of a big reply"))

@@ -6,11 +6,7 @@ Every result but those of the silent calls is compared with the reference. `--ga
 
 from __future__ import annotations
 
-import argparse
 import signal
-import sys
-import tempfile
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,18 +14,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import grpc
 from tests.calls import sample
 from tests.e2e.harness import STREAMED, UNARY
 from tests.fix_server import run_server
-from tests.proofs.callers import CALLERS, KINDS, TIMEOUT_S, in_columns, reason_of
+from tests.proofs.callers import CALLERS, TIMEOUT_S, Call, Load, plain, sdk
 from tests.proofs.long_call import hold
+from tests.proofs.proof import Table, run, told, verdict
 from tests.proofs.proxies import PROXIES, SERVER_FLAGS, Proxy
 from tests.proofs.rollout import Size, measured, through
 
 from npugrad.v1 import server_pb2, server_pb2_grpc
-from npugrad_client import NpugradError
 
 DEVICES = "test:1?compute=1"
 LARGE_UNARY_HXW = 44_000
@@ -53,53 +50,38 @@ class GatewaySize:
     rollout: Size = field(default_factory=Size)
 
 
-@dataclass
+@dataclass(frozen=True)
 class GatewayRow:
     """What became of calls of one kind.
 
     Attributes:
-        gateway: Through which gateway.
         what: Calls of which kind.
         calls: Calls made.
         failed: Failures by what they say.
         longest_s: The longest call.
     """
 
-    gateway: str
     what: str
-    calls: int = 0
-    failed: Counter[str] = field(default_factory=Counter)
-    longest_s: float = 0.0
+    calls: int
+    failed: Counter[str]
+    longest_s: float
 
-    def note(self, call: Callable[[], bool | str]) -> None:
-        """Makes a call, which says whether it is right, or what is wrong."""
-        begin_s = time.monotonic()
-        try:
-            told = call()
-        except (grpc.RpcError, NpugradError) as error:
-            told = reason_of(error)
-        self.longest_s = max(self.longest_s, time.monotonic() - begin_s)
-        self.calls += 1
-        if told is not True:
-            self.failed[told or "a wrong result"] += 1
 
-    def cells(self) -> tuple[str, ...]:
-        """As the table shows it."""
-        why = "; ".join(f"{count} x {what}" for what, count in self.failed.most_common(4))
-        return (
-            *(self.gateway, self.what, str(self.calls), str(self.failed.total())),
-            *(f"{self.longest_s:.2f}", why),
-        )
+def made(what: str, count: int, *calls: Call) -> GatewayRow:
+    """Makes calls one after the other; several of them at once."""
+    with Load(*calls, callers=1) as load:
+        load.wait_for(count)
+    return GatewayRow(what, load.calls, load.failed, load.longest_s)
 
 
 def large(proxy: Proxy, size: GatewaySize, folder: Path) -> Iterator[GatewayRow]:
     """Calls as large as a message can be, and streamed ones of 64 MiB; none is tried again."""
     unary, streamed = sample(hxw=LARGE_UNARY_HXW), sample(hxw=LARGE_STREAM_HXW)
     with _entry(proxy, DEVICES, folder) as address:
-        with KINDS["plain"]((address,), unary) as call:
-            yield _made(GatewayRow(proxy.name, "unary, 4 MiB"), call, size.large_calls)
-        with KINDS["SDK"]((address,), streamed, retry=None) as call:
-            yield _made(GatewayRow(proxy.name, "streamed, 64 MiB"), call, size.large_calls)
+        with plain((address,), unary) as call:
+            yield made("unary, 4 MiB", size.large_calls, call)
+        with sdk((address,), streamed, retry=None) as call:
+            yield made("streamed, 64 MiB", size.large_calls, call)
 
 
 def forged(proxy: Proxy, size: GatewaySize, folder: Path) -> Iterator[GatewayRow]:
@@ -108,22 +90,15 @@ def forged(proxy: Proxy, size: GatewaySize, folder: Path) -> Iterator[GatewayRow
         stub, request = server_pb2_grpc.ServerServiceStub(channel), server_pb2.GetServerInfoRequest()
         says = (("x-npugrad-tenant", "vision"),)
         call = partial(stub.GetServerInfo, request, timeout=TIMEOUT_S, metadata=says)
-        yield _made(GatewayRow(proxy.name, "with a tenant header"), lambda: bool(call().devices), 1)
+        yield made("with a tenant header", 1, lambda: bool(call().devices))
 
 
 def long(proxy: Proxy, size: GatewaySize, folder: Path) -> Iterator[GatewayRow]:
     """A unary and a streamed call that say nothing for so long, without retries, at once."""
-    row = GatewayRow(proxy.name, f"silent for {size.long_s:g} s")
-
-    def one(address: str, stream_from_bytes: int) -> None:
-        told = hold(address, size.long_s, stream_from_bytes)
-        row.note(lambda: told.startswith("answered") or told)
-
     with _entry(proxy, f"test:2?ms={size.long_s * 1000:g}", folder) as address, ThreadPoolExecutor(2) as pool:
-        begin_s = time.monotonic()
-        list(pool.map(partial(one, address), (UNARY, STREAMED)))
-        row.longest_s = time.monotonic() - begin_s
-    yield row
+        found = list(pool.map(partial(hold, address, size.long_s), (UNARY, STREAMED)))
+    failed = Counter(each.told for each in found if each.told)
+    yield GatewayRow(f"silent for {size.long_s:g} s", 2, failed, max(each.seconds for each in found))
 
 
 @contextmanager
@@ -136,19 +111,13 @@ def _entry(proxy: Proxy, devices: str, folder: Path) -> Iterator[str]:
         yield address
 
 
-def _made(row: GatewayRow, call: Callable[[], bool], count: int) -> GatewayRow:
-    for _ in range(count):
-        row.note(call)
-    return row
-
-
 def ending(number: signal.Signals, proxy: Proxy, size: GatewaySize, folder: Path) -> Iterator[GatewayRow]:
     """One of two servers ends by a signal under the SDK's calls."""
-    found = measured(through(proxy), ["SDK"], size.rollout, folder, ending=number)[0]
-    row = GatewayRow(proxy.name, f"{number.name} of one of two", found.calls, found.failed, found.longest_s)
-    if not found.is_kept and not row.failed:
-        row.failed[f"held call {found.held}, exit {found.status}"] += 1
-    yield row
+    (found,) = measured(through(proxy), ["SDK"], size.rollout, folder, ending=number)
+    failed = found.load.failed
+    if not found.is_kept and not failed:
+        failed[f"held call {found.held}, exit {found.status}"] += 1
+    yield GatewayRow(f"{number.name} of one of two", found.load.calls, failed, found.load.longest_s)
 
 
 PARTS: dict[str, Callable[[Proxy, GatewaySize, Path], Iterator[GatewayRow]]] = {
@@ -158,37 +127,30 @@ PARTS: dict[str, Callable[[Proxy, GatewaySize, Path], Iterator[GatewayRow]]] = {
     "SIGTERM": partial(ending, signal.SIGTERM),
     "SIGKILL": partial(ending, signal.SIGKILL),
 }
-HEADS = ("gateway", "calls that are", "calls", "failed", "longest s", "failures")
-_WIDTHS = (8, 22, 6, 6, 9, 0)
 
 
-def main() -> int:
-    """Command line; 1 where a call failed."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    names = [proxy.name for proxy in PROXIES]
-    parser.add_argument("--gateway", action="append", choices=names, help="only these")
-    parser.add_argument("--part", action="append", choices=list(PARTS), help="only these")
-    parser.add_argument("--calls", type=int, default=Size.calls, help="while a server ends, at least")
-    options = parser.parse_args()
-    size = GatewaySize(rollout=Size(calls=options.calls))
-    print(
-        f"simulated devices; {CALLERS} callers while a server ends\n{in_columns(HEADS, _WIDTHS)}", flush=True
-    )
-    failed = 0
-    with tempfile.TemporaryDirectory(prefix="npugrad-gateways-") as folder:
-        for proxy in PROXIES:
-            if options.gateway and proxy.name not in options.gateway:
-                continue
-            if proxy.missing():
-                print(f"{proxy.name}: skipped: {proxy.missing()}", flush=True)
-                continue
-            for part in options.part or PARTS:
-                for row in PARTS[part](proxy, size, Path(folder) / f"{proxy.name}-{part}"):
-                    print(in_columns(row.cells(), _WIDTHS), flush=True)
-                    failed += row.failed.total()
-    print(f"allowed: 0 failed: {'BROKEN' if failed else 'kept'}")
-    return 1 if failed else 0
+def main(given: Any, folder: Path) -> bool:
+    """Prints a table of the gateways that are installed."""
+    size, failed = GatewaySize(rollout=Size(calls=given.calls)), 0
+    print(f"simulated devices; {CALLERS} callers while a server ends")
+    table = Table(gateway=8, calls_that_are=22, calls=6, failed=6, longest_s=9, failures=0)
+    for proxy in (proxy for proxy in PROXIES if proxy.name in given.gateway):
+        if proxy.missing():
+            print(f"{proxy.name}: skipped: {proxy.missing()}", flush=True)
+            continue
+        for part in given.part:
+            for row in PARTS[part](proxy, size, folder / f"{proxy.name}-{part}"):
+                lost = row.failed.total()
+                table.row(proxy.name, row.what, row.calls, lost, row.longest_s, told(row.failed))
+                failed += lost
+    return verdict("allowed: 0 failed", not failed)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(
+        main,
+        __doc__,
+        gateway=([proxy.name for proxy in PROXIES], "only these"),
+        part=(list(PARTS), "only these"),
+        calls=(Size.calls, "while a server ends, at least"),
+    )

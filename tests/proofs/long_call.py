@@ -6,50 +6,50 @@ settings. It pings once a minute, which a server with grpc's defaults takes for 
 
 from __future__ import annotations
 
-import argparse
-import sys
-import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from tests.calls import fill
 from tests.e2e.harness import STREAMED, UNARY
 from tests.fix_server import run_server
-from tests.operators import GROUP_NORM
+from tests.proofs.callers import arguments
+from tests.proofs.proof import run, verdict
 
 from npugrad.errors import NpugradError
 from npugrad_client import Client
 
 
-def hold(address: str, seconds: float, stream_from_bytes: int) -> str:
-    """Makes one call that takes so long; says what became of it."""
-    call = fill(GROUP_NORM, GROUP_NORM.build())
-    started_s = time.monotonic()
+class Held(NamedTuple):
+    """What became of a call: how long it took, and what it failed with, or nothing."""
+
+    seconds: float
+    told: str
+
+    def __str__(self) -> str:
+        return f"{self.told or 'answered'} after {self.seconds:.1f} s"
+
+
+def hold(address: str, seconds: float, stream_from_bytes: int) -> Held:
+    """Makes one call that takes so long."""
+    started_s, told = time.monotonic(), ""
     with Client(address, timeout_s=seconds + 60, retry=None, stream_from_bytes=stream_from_bytes) as client:
         try:
-            getattr(client, call.record.name)(**call.arrays, **call.call.attrs)
+            client.group_norm_backward(**arguments())
         except NpugradError as error:
-            return f"FAILED after {time.monotonic() - started_s:.1f} s: {error}"
-    return f"answered after {time.monotonic() - started_s:.1f} s"
+            told = f"FAILED with {error}"
+    return Held(time.monotonic() - started_s, told)
 
 
-def main() -> int:
-    """Runs both calls and prints one line; exit code 0 if both were answered."""
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    options.add_argument("--seconds", type=float, default=420.0, help="length of the calls; default 420")
-    seconds = options.parse_args().seconds
-    devices = f"test:2?ms={seconds * 1000:g}"
-    with tempfile.TemporaryDirectory() as folder:
-        flags = ("--run-limit-s", f"{seconds + 60:g}")
-        with run_server(Path(folder) / "server.log", *flags, devices=devices) as server:
-            with ThreadPoolExecutor(2) as pool:
-                unary = pool.submit(hold, server.address, seconds, UNARY)
-                streamed = pool.submit(hold, server.address, seconds, STREAMED)
-            found = unary.result(), streamed.result()
-    print(f"long call: {seconds:g} s, simulated devices: unary {found[0]}; streamed {found[1]}")
-    return 0 if all(text.startswith("answered") for text in found) else 1
+def main(given: Any, folder: Path) -> bool:
+    """Runs both calls at once and prints one line."""
+    devices, flags = f"test:2?ms={given.seconds * 1000:g}", ("--run-limit-s", f"{given.seconds + 60:g}")
+    with run_server(folder / "server.log", *flags, devices=devices) as server, ThreadPoolExecutor(2) as pool:
+        unary, streamed = pool.map(partial(hold, server.address, given.seconds), (UNARY, STREAMED))
+    line = f"long call: {given.seconds:g} s, simulated devices: unary {unary}; streamed {streamed}"
+    return verdict(line, not unary.told and not streamed.told)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main, __doc__, seconds=(420.0, "length of the calls"))

@@ -7,22 +7,20 @@ callback meanwhile, in the processor time of its thread. The device is simulated
 
 from __future__ import annotations
 
-import argparse
 import signal
-import sys
-import tempfile
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import grpc
-from tests.calls import call_execute, call_unary, sample
+from tests.calls import call_execute, call_unary, repeated, sample
 from tests.e2e.harness import eventually
 from tests.fix_server import ServerProcess, run_server
 from tests.operators import GROUP_NORM
+from tests.proofs.proof import MIB, Table, run, verdict
 from tests.proofs.slow_streams import (
     STREAMS,
     SlowUploads,
@@ -35,9 +33,8 @@ from tests.proofs.timed_server import EVENT
 Act = Callable[[ServerProcess, int], None]
 
 MOST_S = 0.010
-STREAMED_BYTES = 256 * 2**20
-_MIB = 2**20
-_FIELDS = 2 * _MIB - 1024
+STREAMED_MIB = 256
+_FIELDS = 2 * MIB - 1024
 """Fields of two bytes that nearly fill a message."""
 _SERVER = ("-m", "tests.proofs.timed_server")
 
@@ -50,21 +47,18 @@ def uploads(server: ServerProcess, nbytes: int) -> None:
     made = sample(n=1, c=4, hxw=nbytes // 32, group=2)
     with server.channel() as channel:
         for _ in range(2):
-            call_execute(channel, made.frames(4 * _MIB))
+            call_execute(channel, made.frames(4 * MIB))
 
 
 def replies(server: ServerProcess, nbytes: int) -> None:
     """Six results, streamed at once."""
 
-    def take() -> None:
+    def take(_: int) -> None:
         with server.channel() as channel:
             call_execute(channel, [repeated_request(nbytes)])
 
-    threads = [threading.Thread(target=take) for _ in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(take, range(6)))
 
 
 def moved_replies(server: ServerProcess, nbytes: int) -> None:
@@ -77,17 +71,17 @@ def moved_replies(server: ServerProcess, nbytes: int) -> None:
 
 def messages(server: ServerProcess, nbytes: int) -> None:
     """Unary calls near the limit of messages, up and down."""
-    wide = sample(n=1, c=4, hxw=4 * _MIB // 32, group=2).message()
+    wide = sample(n=1, c=4, hxw=4 * MIB // 32, group=2).message()
     with server.channel() as channel:
         for _ in range(3):
             call_unary(channel, GROUP_NORM, wide)
-            call_unary(channel, GROUP_NORM, repeated_request(4 * _MIB - 2**17).header.group_norm_backward)
+            call_unary(channel, GROUP_NORM, repeated(4 * MIB - 2**17).message())
 
 
 def axes(server: ServerProcess, nbytes: int) -> None:
     """A tensor of four million axes, as a unary call and as the header of a stream."""
     made = sample().message()
-    made.grad_out.meta.shape[:] = [1] * (4 * _MIB)
+    made.grad_out.meta.shape[:] = [1] * (4 * MIB)
     header = repeated_request(4096)
     header.header.group_norm_backward.CopyFrom(made)
     with server.channel() as channel, suppress(grpc.RpcError):
@@ -139,10 +133,6 @@ class LoopRow:
     seconds: float
     what: str
 
-    def __str__(self) -> str:
-        kept = "kept" if self.seconds <= MOST_S else "BROKEN"
-        return f"{self.name:28} {self.seconds * 1e3:8.2f} ms  {kept:8} {self.what}"
-
 
 @contextmanager
 def timed_server(folder: Path, nbytes: int) -> Iterator[ServerProcess]:
@@ -156,16 +146,17 @@ def timed_server(folder: Path, nbytes: int) -> Iterator[ServerProcess]:
         yield running
 
 
-def rows(server: ServerProcess, nbytes: int) -> Iterator[LoopRow]:
-    """Each case, one after the other.
+def rows(server: ServerProcess, nbytes: int, names: Iterable[str] = CASES) -> Iterator[LoopRow]:
+    """Cases, one after the other.
 
     Args:
         server: From `timed_server`.
         nbytes: Of streamed operands and results.
+        names: Which.
     """
     _longest(server, 1)  # that of the start
-    for number, (name, act) in enumerate(CASES.items(), 2):
-        act(server, nbytes)
+    for number, name in enumerate(names, 2):
+        CASES[name](server, nbytes)
         found = _longest(server, number)
         yield LoopRow(name, found["seconds"], found["what"])
 
@@ -175,22 +166,15 @@ def _longest(server: ServerProcess, number: int) -> dict[str, Any]:
     return server.find_log(EVENT, number=number)
 
 
-def main() -> int:
-    """Prints a row for each case; exit code 0 if the loop was always free soon enough."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--mib", type=int, default=STREAMED_BYTES // _MIB, help="of streamed operands and results"
-    )
-    nbytes, is_kept = parser.parse_args().mib * _MIB, True
-    with tempfile.TemporaryDirectory() as folder, timed_server(Path(folder), nbytes) as server:
-        for row in rows(server, nbytes):
-            print(row, flush=True)
+def main(given: Any, folder: Path) -> bool:
+    """Prints a row for each case."""
+    table, is_kept = Table(case=28, ms=8, what=0), True
+    with timed_server(folder, given.mib * MIB) as server:
+        for row in rows(server, given.mib * MIB):
+            table.row(row.name, row.seconds * 1e3, row.what)
             is_kept = is_kept and row.seconds <= MOST_S
-    print(
-        f"longest callback at most {MOST_S * 1e3:g} ms (SIMULATED device): {'kept' if is_kept else 'BROKEN'}"
-    )
-    return 0 if is_kept else 1
+    return verdict(f"longest callback at most {MOST_S * 1e3:g} ms (SIMULATED device)", is_kept)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main, __doc__, mib=(STREAMED_MIB, "of streamed operands and results"))

@@ -8,14 +8,11 @@ simulated.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
 import signal
 import subprocess
-import sys
-import tempfile
 import threading
 import time
 import urllib.parse
@@ -31,14 +28,15 @@ from typing import Any
 
 import grpc
 import trustme
-from tests.calls import sample
 from tests.deploy.prometheus_tools import program
 from tests.e2e.harness import workers_of
 from tests.fix_server import ServerProcess, run_server
+from tests.proofs.callers import Load, arguments
+from tests.proofs.proof import run, verdict
 from tests.proofs.proxies import free_address
 
 from npugrad.v1 import server_pb2
-from npugrad_client import Client, NpugradError, Tls
+from npugrad_client import Client, Tls
 
 ROOT = Path(__file__).resolve().parents[2]
 RULES = ROOT / "deploy" / "prometheus" / "npugrad.rules.yaml"
@@ -110,11 +108,11 @@ class Inbox:
 
 
 @contextmanager
-def _running(arguments: Sequence[object], folder: Path, ready_url: str) -> Iterator[None]:
-    with folder.joinpath(f"{Path(str(arguments[0])).name}.log").open("w+") as log:
-        process = subprocess.Popen([*map(str, arguments)], cwd=folder, stdout=log, stderr=subprocess.STDOUT)
+def _running(command: Sequence[object], folder: Path, ready_url: str) -> Iterator[None]:
+    with folder.joinpath(f"{Path(str(command[0])).name}.log").open("w+") as log:
+        process = subprocess.Popen([*map(str, command)], cwd=folder, stdout=log, stderr=subprocess.STDOUT)
         try:
-            _until(lambda: _answers(ready_url), f"{arguments[0]} is ready; its log: {log.name}")
+            _until(lambda: _answers(ready_url), f"{command[0]} is ready; its log: {log.name}")
             yield
         finally:
             process.terminate()
@@ -178,24 +176,15 @@ class Site:
                 credentials=_credentials(self._authority),
             )
         )  # fmt: skip
-        self._over = threading.Event()
-        threads = [threading.Thread(target=self._call) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-            stack.callback(thread.join)
-        stack.callback(self._over.set)
+        self._call = arguments()
+        client = stack.enter_context(self.client())
+        send = partial(client.group_norm_backward, **self._call)
+        stack.enter_context(Load(send, callers=2, pace_s=0.02))
 
     def client(self) -> Client:
         """A client that does not retry."""
         tls = Tls(ca=str(self._folder / "ca.pem"))
         return Client(self.running.address, tls=tls, timeout_s=_REQUEST_S, retry=None)
-
-    def _call(self) -> None:
-        arguments: dict[str, Any] = {**sample().arrays, **sample().call.attrs}
-        with self.client() as client:
-            while not self._over.wait(0.02):
-                with suppress(NpugradError):
-                    client.group_norm_backward(**arguments)
 
     def renew(self, days: int) -> None:
         """Writes a certificate that is valid for so long."""
@@ -235,19 +224,10 @@ class Site:
 
     def crowd(self, is_enough: Callable[[], bool]) -> None:
         """Sends more calls at once than there are places, until it is enough."""
-        arguments: dict[str, Any] = {**sample().arrays, **sample().call.attrs}
         with self.client() as client:
-
-            def send() -> None:
-                while not is_enough():
-                    with suppress(NpugradError):
-                        client.group_norm_backward(**arguments)
-
-            threads = [threading.Thread(target=send) for _ in range(24)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
+            send = partial(client.group_norm_backward, **self._call)
+            with Load(send, callers=24, pace_s=0):
+                _until(is_enough, "sending so much was enough")
 
 
 def _credentials(authority: trustme.CA) -> Any:
@@ -348,15 +328,12 @@ def watched(folder: Path) -> Watched:
     return Watched(fired, resolved, len(queries), empty)
 
 
-def main() -> int:
-    """Command line; 1 where an alert or a query of the dashboard is missing."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="npugrad-monitoring-") as folder:
-        found = watched(Path(folder))
-    print(f"{found}: {'kept' if found.is_kept else f'BROKEN {found.empty}'}")
-    return 0 if found.is_kept else 1
+def main(given: Any, folder: Path) -> bool:
+    """Prints one line, and the queries that have no series."""
+    found = watched(folder)
+    print("\n".join(found.empty))
+    return verdict(found, found.is_kept)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main, __doc__)

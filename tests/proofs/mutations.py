@@ -8,11 +8,8 @@ foretold as in `tests.e2e.mutations`, and compared.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import random
-import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -35,6 +32,7 @@ from tests.e2e.mutations import (
     good,
 )
 from tests.fix_server import ServerProcess
+from tests.proofs.proof import run, told, verdict
 from tests.raw_calls import MAX_CALL_BYTES, RawCall, RawCaller, Unanswered
 
 from npugrad.operator import OpRecord
@@ -279,35 +277,26 @@ def _judge(way: str, wire: Wire, record: OpRecord, data: bytes) -> None:
         assert_answered(wire, record, data)
 
 
-def main() -> int:
-    """Command line; 1 where a message broke something."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--messages", type=int, default=1_000_000, help="default 1,000,000")
-    parser.add_argument("--judged", type=int, default=100, help="one in so many is compared; default 100")
-    parser.add_argument("--seed", type=int, default=0, help="of all that is drawn")
-    given_ = parser.parse_args()
+def main(given: Any, folder: Path) -> bool:
+    """Prints one line, and what was wrong before it."""
     begin_s = time.monotonic()
-    with (
-        tempfile.TemporaryDirectory(prefix="npugrad-mutations-") as folder,
-        run_victim(Path(folder), "--log-level", "warning") as running,
-    ):
-        found = tried(given_.messages, running, judged=given_.judged, seed_=given_.seed)
-    print(told(found, time.monotonic() - begin_s))
-    return 1 if found.failure else 0
-
-
-def told(found: Tried, took_s: float) -> str:
-    """One line, and what was wrong before it."""
-    ways, statuses = (
-        ", ".join(f"{count} {name}" for name, count in each.most_common())
-        for each in (found.sent, found.statuses)
+    with run_victim(folder, "--log-level", "warning") as running:
+        found = tried(given.messages, running, judged=given.judged, seed_=given.seed)
+    if found.failure:
+        print(found.failure[:4000])
+    took_s = time.monotonic() - begin_s
+    return verdict(
+        f"mutations: {found.sent.total()} messages ({told(found.sent)}) of {len(found.operators)} operators "
+        f"in {took_s:.0f} s, {found.judged} compared: {told(found.statuses)}; no crash, no hang",
+        not found.failure,
     )
-    line = (
-        f"mutations: {found.sent.total()} messages ({ways}) of {len(found.operators)} operators "
-        f"in {took_s:.0f} s, {found.judged} compared: {statuses}"
-    )
-    return f"{found.failure[:4000]}\n{line}: BROKEN" if found.failure else f"{line}; 0 crashes, 0 hangs"
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(
+        main,
+        __doc__,
+        messages=(1_000_000, "how many"),
+        judged=(100, "one in so many is compared"),
+        seed=(0, "of all that is drawn"),
+    )

@@ -7,11 +7,8 @@ Then deadlines that cannot be met, which have to be refused as quickly as other 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import random
-import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -26,6 +23,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.calls import failure_of, sample
 from tests.fix_server import ServerProcess, run_server
 from tests.fix_tls import Certificates
+from tests.proofs.callers import TIMEOUT_S, arguments
+from tests.proofs.proof import run, told, verdict
 
 from npugrad.v1 import backward_pb2_grpc
 from npugrad_client import AsyncClient, NpugradError, Tls
@@ -47,9 +46,11 @@ _TAUGHT = 5
 starts the count again; with two more, a stall may slow the first ones."""
 _PROBE_S = 2.0
 """Seconds, at least, to measure the capacity for, so that a moment without a processor does not halve it."""
-_TIMEOUT_S = 60.0
 _IN_FLIGHT = 4 * DEVICES
 """So many calls at once keep all devices busy."""
+
+
+_ARGUMENTS = arguments()
 
 
 @dataclass
@@ -69,13 +70,13 @@ class Caller:
 
     async def call(self, timeout_s: float | None) -> str:
         """Sends one and notes what came of it."""
-        sent_s, told = time.monotonic(), "OK"
+        sent_s, said = time.monotonic(), "OK"
         try:
             await self.client.group_norm_backward(**_ARGUMENTS, timeout_s=timeout_s)
         except NpugradError as error:
-            told = "late start" if "when its turn came" in str(error) else error.reason
-        self.calls.append((sent_s, time.monotonic(), told))
-        return told
+            said = "late start" if "when its turn came" in str(error) else error.reason
+        self.calls.append((sent_s, time.monotonic(), said))
+        return said
 
     async def send(self, rate: float, end_s: float, seed: int) -> None:
         """Sends so many a second at random times until one by `time.monotonic()`; waits for the answers."""
@@ -84,14 +85,6 @@ class Caller:
             await asyncio.sleep(max(0.0, due_s - time.monotonic()))
             tasks.append(asyncio.create_task(self.call(DEADLINE_S)))
         await asyncio.gather(*tasks)
-
-
-def _arguments() -> dict[str, Any]:
-    made = sample()
-    return {**made.arrays, **made.call.attrs}
-
-
-_ARGUMENTS = _arguments()
 
 
 @dataclass(frozen=True)
@@ -143,14 +136,12 @@ class Overload:
             and self.late <= MOST_LATE
         )
 
-    def line(self) -> str:
-        """The counts, for a person."""
-        told = ", ".join(f"{count} {reason}" for reason, count in self.told.most_common())
+    def __str__(self) -> str:
         answered = ", ".join(f"{name} {count}" for name, count in self.answered.items())
         return (
             f"overload: {self.sent:.0f} calls/s sent to {self.capacity:.1f} calls/s: throughput "
             f"{self.throughput / self.capacity:.3f} of it; answered {answered}: Jain {self.jain:.3f}; "
-            f"in time {self.in_time:.4f} of what was let in ({told}); "
+            f"in time {self.in_time:.4f} of what was let in ({told(self.told)}); "
             f"{self.late_launches} of {self.launches} launches late"
         )
 
@@ -180,13 +171,11 @@ class Refusals:
         slow, plain = (quantiles(waits, n=100)[percent - 1] for waits in (self.infeasible, self.ordinary))
         return slow / plain
 
-    def line(self) -> str:
-        """The counts, for a person."""
-        told = ", ".join(f"{count} {reason}" for reason, count in self.told.most_common())
+    def __str__(self) -> str:
         p99_ms = quantiles(self.infeasible, n=100)[98] * 1000
         return (
-            f"infeasible deadlines: {told}; p99 {p99_ms:.1f} ms, {self.percentile(99):.2f} of an ordinary "
-            f"refusal's, p50 {self.percentile(50):.2f}"
+            f"infeasible deadlines: {told(self.told)}; p99 {p99_ms:.1f} ms, {self.percentile(99):.2f} of an "
+            f"ordinary refusal's, p50 {self.percentile(50):.2f}"
         )
 
 
@@ -216,7 +205,7 @@ async def _overload(server: ServerProcess, certificates: Certificates, seconds: 
         for name in WEIGHTS:
             key, certificate = certificates.named_caller(f"{name}.example.org")
             tls = Tls(ca=certificates.authority, certificate=certificate, key=key)
-            client = AsyncClient(server.address, tls=tls, timeout_s=_TIMEOUT_S, retry=None)
+            client = AsyncClient(server.address, tls=tls, timeout_s=TIMEOUT_S, retry=None)
             callers.append(Caller(name, await stack.enter_async_context(client)))
         probing = int(max(seconds / 8, _PROBE_S) * DEVICES / SERVICE_MS * 1000)
         capacity = await _capacity(callers[-1], probing)
@@ -233,14 +222,14 @@ async def _overload(server: ServerProcess, certificates: Certificates, seconds: 
         capacity = (capacity + await _capacity(callers[-1], probing)) / 2
     from_s = start_s + RAMP_S
     answered = {
-        name: sum(told == "OK" and from_s <= at < end_s for _, at, told in made)
+        name: sum(said == "OK" and from_s <= at < end_s for _, at, said in made)
         for name, made in calls.items()
     }
     every = [call for made in calls.values() for call in made]
-    told = Counter(told for sent_s, _, told in every if sent_s >= from_s)
-    late = launches - sum(told == "OK" for _, _, told in every)
+    counts = Counter(said for sent_s, _, said in every if sent_s >= from_s)
+    late = launches - sum(said == "OK" for _, _, said in every)
     throughput = sum(answered.values()) / seconds
-    return Overload(capacity, told.total() / seconds, throughput, answered, told, launches, late)
+    return Overload(capacity, counts.total() / seconds, throughput, answered, counts, launches, late)
 
 
 def prove_overload(folder: Path, seconds: float) -> Overload:
@@ -266,10 +255,10 @@ def prove_overload(folder: Path, seconds: float) -> Overload:
 def prove_refusals(folder: Path, count: int) -> Refusals:
     """Makes so many calls of either kind, in turn, on a server that knows how long its calls run."""
     waits: dict[str, list[float]] = {"ordinary": [], "infeasible": []}
-    told = Counter[str]()
+    counts = Counter[str]()
     legal, illegal = sample().message(), sample().message()
     illegal.group = 0
-    kinds = ("ordinary", illegal, _TIMEOUT_S), ("infeasible", legal, _INFEASIBLE_S)
+    kinds = ("ordinary", illegal, TIMEOUT_S), ("infeasible", legal, _INFEASIBLE_S)
     with (
         run_server(folder / "refusals.log", devices=f"test:1?ms={_LONG_MS}") as server,
         server.channel() as channel,
@@ -279,30 +268,24 @@ def prove_refusals(folder: Path, count: int) -> Refusals:
         for _ in range(count):
             if time.monotonic() > known_until_s:  # else one would be let in, to learn
                 for _ in range(_TAUGHT):
-                    ask(legal, timeout=_TIMEOUT_S)
+                    ask(legal, timeout=TIMEOUT_S)
                 known_until_s = time.monotonic() + STALE_S / 2
             for kind, message, timeout_s in kinds:
                 start_s = time.monotonic()
                 failure = failure_of(partial(ask, message, timeout=timeout_s))
                 waits[kind].append(time.monotonic() - start_s)
                 if kind == "infeasible":
-                    told[failure.error.reason] += 1
-    return Refusals(sorted(waits["ordinary"]), sorted(waits["infeasible"]), told)
+                    counts[failure.error.reason] += 1
+    return Refusals(sorted(waits["ordinary"]), sorted(waits["infeasible"]), counts)
 
 
-def main() -> int:
-    """Runs it and prints two lines; exit code 0 if all held."""
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    options.add_argument("--seconds", type=float, default=60.0, help="of the overload; default 60")
-    options.add_argument("--refusals", type=int, default=1000, help="of either kind; default 1000")
-    given = options.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        overload = prove_overload(Path(folder), given.seconds)
-        print(overload.line(), "(SIMULATED devices)", flush=True)
-        refusals = prove_refusals(Path(folder), given.refusals)
-        print(refusals.line())
-    return 0 if overload.holds and refusals.holds else 1
+def main(given: Any, folder: Path) -> bool:
+    """Prints two lines."""
+    overload = prove_overload(folder, given.seconds)
+    is_kept = verdict(f"(SIMULATED devices) {overload}", overload.holds)
+    refusals = prove_refusals(folder, given.refusals)
+    return verdict(refusals, refusals.holds) and is_kept
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main, __doc__, seconds=(60.0, "of the overload"), refusals=(1000, "of either kind"))

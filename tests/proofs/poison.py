@@ -8,22 +8,19 @@ devices are simulated.
 
 from __future__ import annotations
 
-import argparse
-import sys
-import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.calls import fill
+from tests.calls import sample
 from tests.fix_server import ServerProcess, run_server
+from tests.proofs.callers import TIMEOUT_S, Load, arguments, sdk
+from tests.proofs.proof import run, told, verdict
 
-from npugrad import OPERATORS
 from npugrad_client import Client, NpugradError
 
 DEADLINE_S = 0.25
@@ -33,72 +30,16 @@ WAYS = ("crash", "late", "hang")
 LEAST_RATIO, MOST_RECOVERY_S = 0.8, 5.0
 _PACE_S = 0.02
 """Between two calls of the caller whose calls kill workers: this is about what they do, not about a flood."""
-_TIMEOUT_S = 60.0
-_DEVICES = "test:2?ms=20&" + "&".join(f"{way}={way}" for way in WAYS)
-_RECORD = OPERATORS["group_norm_backward"]
+_DEVICES = "test:2?compute=1&ms=20&" + "&".join(f"{way}={way}" for way in WAYS)
 
 
-def _arguments(samples: int) -> dict[str, Any]:
-    made = fill(_RECORD, _RECORD.build(n=samples, c=8, hxw=64, group=2))
-    return {**made.arrays, **made.call.attrs}
-
-
-@dataclass
-class Neighbour:
-    """Whoever calls beside: a thread that takes down when, and from which device, it had answers.
-
-    Attributes:
-        address: The server's.
-        answers: Time by `time.monotonic()` and device of each.
-        failed: What it was told instead.
-    """
-
-    address: str
-    answers: list[tuple[float, str]] = field(default_factory=list)
-    failed: list[str] = field(default_factory=list)
-    changed: threading.Condition = field(default_factory=threading.Condition, repr=False)
-
-    def __post_init__(self) -> None:
-        """Starts to call."""
-        self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._call)
-        self._thread.start()
-
-    def _call(self) -> None:
-        call = _arguments(2)
-        with Client(self.address, timeout_s=_TIMEOUT_S, retry=None) as client:
-            while not self._is_over.is_set():
-                try:
-                    device = client.group_norm_backward(**call).info.device
-                except NpugradError as error:
-                    self.failed.append(repr(error))
-                else:
-                    with self.changed:
-                        self.answers.append((time.monotonic(), device))
-                        self.changed.notify_all()
-
-    def wait(self, reached: Callable[[], bool], timeout_s: float = _TIMEOUT_S) -> bool:
-        """Waits until its answers have come so far; returns whether they did in time."""
-        with self.changed:
-            return self.changed.wait_for(reached, timeout_s)
-
-    def rate(self, start_s: float, end_s: float) -> float:
-        """Answers a second between two times."""
-        with self.changed:
-            return sum(start_s <= at < end_s for at, _ in self.answers) / (end_s - start_s)
-
-    def first_from_each(self, since_s: float) -> dict[str, float]:
-        """Seconds until each device that has answered since then did so first."""
-        found: dict[str, float] = {}
-        for at, device in self.answers:
-            if at >= since_s:
-                found.setdefault(device, at - since_s)
-        return found
-
-    def stop(self) -> None:
-        """Ends it."""
-        self._is_over.set()
-        self._thread.join(_TIMEOUT_S)
+def first_from_each(neighbour: Load, since_s: float) -> dict[str, float]:
+    """Seconds until each device that has answered since then did so first."""
+    found: dict[str, float] = {}
+    for each in neighbour.between(since_s):
+        if not each.told:
+            found.setdefault(each.answer.device, each.end_s - since_s)
+    return found
 
 
 @dataclass(frozen=True)
@@ -111,7 +52,7 @@ class Poisoning:
         deaths: Workers that died.
         alone: The neighbour's answers a second, alone.
         beside: The same, beside that caller.
-        failed: The neighbour's calls without an answer.
+        failed: The neighbour's calls without an answer, by what they say.
         recovery_s: Seconds from its last call until both devices had answered the neighbour.
     """
 
@@ -120,7 +61,7 @@ class Poisoning:
     deaths: int
     alone: float
     beside: float
-    failed: Sequence[str]
+    failed: Counter[str]
     recovery_s: float
 
     @property
@@ -129,65 +70,57 @@ class Poisoning:
         kept = self.beside >= LEAST_RATIO * self.alone
         return kept and not self.failed and self.recovery_s < MOST_RECOVERY_S
 
-    def line(self) -> str:
-        """The counts, for a person."""
-        told = ", ".join(f"{count} {reason}" for reason, count in self.told.most_common())
+    def __str__(self) -> str:
         return (
-            f"{self.way}: {self.told.total()} calls ({told}), {self.deaths} workers died; neighbour "
-            f"{self.beside:.1f} of {self.alone:.1f} calls/s ({self.beside / self.alone:.2f}), "
-            f"{len(self.failed)} failed; both devices serving {self.recovery_s:.1f} s after"
+            f"{self.way}: {self.told.total()} calls ({told(self.told)}), {self.deaths} workers died; "
+            f"neighbour {self.beside:.1f} of {self.alone:.1f} calls/s ({self.beside / self.alone:.2f}), "
+            f"{self.failed.total()} failed; both devices serving {self.recovery_s:.1f} s after"
         )
 
 
-def _poison(address: str, way: str, end_s: float, neighbour: Neighbour) -> Counter[str]:
-    """Calls until a time, and on until it was refused and the neighbour had an answer, within `_TIMEOUT_S`.
+def _poison(address: str, way: str, end_s: float, neighbour: Load) -> Counter[str]:
+    """Calls until a time, and on until it was refused and the neighbour had an answer, within `TIMEOUT_S`.
 
     Returns what it was told, by reason.
     """
-    told: Counter[str] = Counter()
-    call, pause = _arguments(3), threading.Event()
+    found: Counter[str] = Counter()
+    call, pause = arguments(sample(n=3)), threading.Event()
     with Client(address, timeout_s=DEADLINE_S, retry=None) as client:
         begin_s = time.monotonic()
 
         def is_over() -> bool:
             late_s = time.monotonic() - end_s
-            is_met = told["CIRCUIT_OPEN"] > 0 and bool(neighbour.first_from_each(begin_s))
-            return late_s >= 0 and (is_met or late_s > _TIMEOUT_S)
+            is_met = found["CIRCUIT_OPEN"] > 0 and bool(first_from_each(neighbour, begin_s))
+            return late_s >= 0 and (is_met or late_s > TIMEOUT_S)
 
         while not is_over():
             try:
                 client.group_norm_backward(**call, label=way)
-                told["OK"] += 1
+                found["OK"] += 1
             except NpugradError as error:
-                told[error.reason] += 1
+                found[error.reason] += 1
             pause.wait(_PACE_S)
-    return told
+    return found
 
 
 def prove(server: ServerProcess, way: str, seconds: float) -> Poisoning:
     """Has a neighbour call alone for so many seconds, then beside a caller whose calls kill workers."""
     before = _restarts(server)
-    neighbour = Neighbour(server.address)
-    try:
-        neighbour.wait(lambda: len(neighbour.first_from_each(0.0)) == 2)
+    with sdk([server.address], retry=None) as call, Load(call, callers=1, pace_s=0) as neighbour:
+        neighbour.wait(lambda: len(first_from_each(neighbour, 0.0)) == 2, TIMEOUT_S)
         start_s = time.monotonic()
-        neighbour.wait(lambda: time.monotonic() >= start_s + seconds)
+        neighbour.wait(lambda: time.monotonic() >= start_s + seconds, TIMEOUT_S + seconds)
         middle_s = time.monotonic()
-        told = _poison(server.address, way, middle_s + seconds, neighbour)
+        found = _poison(server.address, way, middle_s + seconds, neighbour)
         end_s = time.monotonic()
-        is_back = neighbour.wait(lambda: len(neighbour.first_from_each(end_s)) == 2)
-        back = neighbour.first_from_each(end_s)
-    finally:
-        neighbour.stop()
-    return Poisoning(
-        way,
-        told,
-        _restarts(server) - before,
-        neighbour.rate(start_s, middle_s),
-        neighbour.rate(middle_s, end_s),
-        neighbour.failed,
-        max(back.values()) if is_back else float("inf"),
+        is_back = neighbour.wait(lambda: len(first_from_each(neighbour, end_s)) == 2, TIMEOUT_S)
+        back = first_from_each(neighbour, end_s)
+    alone, beside = (
+        sum(not each.told for each in neighbour.between(*times)) / (times[1] - times[0])
+        for times in ((start_s, middle_s), (middle_s, end_s))
     )
+    recovery_s, deaths = max(back.values()) if is_back else float("inf"), _restarts(server) - before
+    return Poisoning(way, found, deaths, alone, beside, neighbour.failed, recovery_s)
 
 
 def _restarts(server: ServerProcess) -> int:
@@ -196,30 +129,19 @@ def _restarts(server: ServerProcess) -> int:
 
 def proofs(folder: Path, ways: Sequence[str], seconds: float) -> Iterator[Poisoning]:
     """Each way on a server of its own."""
+    flags = ("--log-level", "error", "--hang-grace-s", f"{GRACE_S:g}")
     for way in ways:
-        with ExitStack() as stack:
-            flags = ("--log-level", "error", "--hang-grace-s", f"{GRACE_S:g}")
-            server = stack.enter_context(run_server(folder / f"{way}.log", *flags, devices=_DEVICES))
+        with run_server(folder / f"{way}.log", *flags, devices=_DEVICES) as server:
             yield prove(server, way, seconds)
 
 
-def main() -> int:
-    """Runs it and prints one line; exit code 0 if nobody else was stopped."""
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    options.add_argument("--seconds", type=float, default=30.0, help="of either part; default 30")
-    options.add_argument(
-        "--ways", nargs="+", choices=WAYS, default=WAYS, help="how workers die; all by default"
-    )
-    given = options.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        found = list(proofs(Path(folder), given.ways, given.seconds))
-    print(
-        f"calls that kill workers, {given.seconds:g} s, deadline {DEADLINE_S:g} s (SIMULATED devices): ",
-        end="",
-    )
-    print("; ".join(poisoning.line() for poisoning in found))
-    return 0 if all(poisoning.is_contained for poisoning in found) else 1
+def main(given: Any, folder: Path) -> bool:
+    """Prints one line."""
+    found = list(proofs(folder, given.ways, given.seconds))
+    line = f"calls that kill workers, {given.seconds:g} s, deadline {DEADLINE_S:g} s (SIMULATED devices): "
+    line += "; ".join(map(str, found))
+    return verdict(line, all(poisoning.is_contained for poisoning in found))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main, __doc__, seconds=(30.0, "of either part"), ways=(WAYS, "how workers die"))

@@ -7,21 +7,18 @@ plain caller more than a few; `--path NAME` and `--caller NAME` choose rows.
 
 from __future__ import annotations
 
-import argparse
 import signal
-import sys
-import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tests.e2e.service_address import ServiceAddress, service_address
 from tests.fix_server import ServerProcess, run_server
-from tests.proofs.callers import CALLERS, KINDS, HeldCall, Load, in_columns
+from tests.proofs.callers import CALLERS, KINDS, HeldCall, Load
+from tests.proofs.proof import Table, run, told, verdict
 from tests.proofs.proxies import PROXIES, SERVER_FLAGS, Proxy
 
 DEVICES = "test:1?ms=2&compute=1"
@@ -119,45 +116,33 @@ PATHS = (
 # --------------------------------------------------------------------------------------------- the rows
 
 
-@dataclass
+@dataclass(frozen=True)
 class Row:
     """What one way of calling lost.
 
     Attributes:
         path: Along which path.
         caller: By which caller.
-        skipped: Why it was not tried; empty where it was.
-        calls: Calls made.
-        failed: Failures by what they say.
-        longest_s: The longest call.
+        load: Its calls.
         held: What became of the call that the ending server had accepted.
         status: Exit status of that server.
     """
 
     path: str
     caller: str
-    skipped: str = ""
-    calls: int = 0
-    failed: Counter[str] = field(default_factory=Counter)
-    longest_s: float = 0.0
-    held: str = ""
-    status: int = 0
+    load: Load
+    held: str
+    status: int
 
     @property
     def is_kept(self) -> bool:
         """Whether it lost no more than is allowed."""
         most = 0 if self.caller == "SDK" else MOST_PLAIN
         ends = ("answered", 0), ("", -signal.SIGKILL)
-        return self.failed.total() <= most and (self.held, self.status) in ends
+        return self.load.failed.total() <= most and (self.held, self.status) in ends
 
-    def cells(self) -> tuple[str, ...]:
-        """As the table shows it."""
-        if self.skipped:
-            return (self.path, self.caller, "", "", "", "", f"skipped: {self.skipped}")
-        why = "; ".join(f"{count} x {what}" for what, count in self.failed.most_common(4))
-        held = self.held if self.status == 0 else f"{self.held}, exit {self.status}"
-        total = str(self.failed.total())
-        return (self.path, self.caller, str(self.calls), total, f"{self.longest_s:.2f}", held, why)
+    def __str__(self) -> str:
+        return f"{self.path}, {self.caller}: {dict(self.load.failed)}, {self.held}, exit {self.status}"
 
 
 def measured(
@@ -169,10 +154,13 @@ def measured(
     ending: signal.Signals = signal.SIGTERM,
 ) -> list[Row]:
     """A row for each kind of caller, all at once; the first server ends in the midst of it, by a signal."""
-    flags = ("--drain-delay-s", str(size.drain_delay_s), "--streams-per-device", "8")
+    flags = (*SERVER_FLAGS, "--drain-delay-s", str(size.drain_delay_s), "--streams-per-device", "8")
     folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
-        first, second = _two_servers(stack, folder, *flags)
+        first, second = (
+            stack.enter_context(run_server(folder / name, *flags, devices=DEVICES, check_end=False))
+            for name in ("first.log", "second.log")
+        )
         entry = stack.enter_context(path.entered((first, second), folder))
         loads = []
         for caller in callers:
@@ -194,24 +182,7 @@ def measured(
             for load in loads:
                 load.wait_for(size.calls)
         second.stop()
-    return [
-        Row(path.name, caller, "", load.calls, load.failed, load.longest_s, answer, status)
-        for caller, load in zip(callers, loads, strict=True)
-    ]
-
-
-def _two_servers(stack: ExitStack, folder: Path, *flags: str) -> list[ServerProcess]:
-    servers = [
-        stack.enter_context(
-            run_server(
-                folder / f"{name}.log", *SERVER_FLAGS, *flags, devices=DEVICES, wait=False, check_end=False
-            )
-        )
-        for name in ("first", "second")
-    ]
-    for server in servers:
-        server.wait_ready()
-    return servers
+    return [Row(path.name, caller, load, answer, status) for caller, load in zip(callers, loads, strict=True)]
 
 
 def explained(told: str) -> list[str]:
@@ -219,47 +190,35 @@ def explained(told: str) -> list[str]:
     return [words for words in EXPLAINED if words in told]
 
 
-def rows(paths: Sequence[Way], callers: Sequence[str], size: Size, folder: Path) -> Iterator[Row]:
-    """Every row, each when it is there."""
-    for index, path in enumerate(paths):
-        for caller in callers:
-            missing = path.missing()
-            if missing:
-                yield Row(path.name, caller, missing)
-            else:
-                yield from measured(path, [caller], size, folder / f"{index}-{caller}")
-
-
-HEADS = ("path", "caller", "calls", "failed", "longest s", "held call", "failures")
-_WIDTHS = (27, 6, 6, 6, 9, 10, 0)
-
-
-def main() -> int:
-    """Command line; 1 where a row lost more than is allowed."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--path", action="append", choices=[path.name for path in PATHS], help="only these")
-    parser.add_argument("--caller", action="append", choices=list(KINDS), help="only these")
-    parser.add_argument("--calls", type=int, default=Size.calls, help="of each row, at least")
-    options = parser.parse_args()
-    size = Size(calls=options.calls)
+def main(given: Any, folder: Path) -> bool:
+    """Prints a table, and what lies behind its failures."""
+    size = Size(calls=given.calls)
     delay = f"--drain-delay-s {size.drain_delay_s:g}"
-    print(
-        f"{CALLERS} callers, servers with {delay}; one accepted call held for {size.held_s:g} s", flush=True
-    )
-    print(in_columns(HEADS, _WIDTHS), flush=True)
-    seen: set[str] = set()
-    is_kept, paths = True, [path for path in PATHS if not options.path or path.name in options.path]
-    with tempfile.TemporaryDirectory(prefix="npugrad-rollout-") as folder:
-        for row in rows(paths, options.caller or list(KINDS), size, Path(folder)):
-            print(in_columns(row.cells(), _WIDTHS), flush=True)
-            seen |= {words for told in row.failed for words in explained(told)}
-            is_kept = is_kept and (bool(row.skipped) or row.is_kept)
+    print(f"{CALLERS} callers, servers with {delay}; one accepted call held for {size.held_s:g} s")
+    table = Table(path=27, caller=6, calls=6, failed=6, longest_s=9, held_call=10, failures=0)
+    seen, is_kept = set[str](), True
+    for path in (path for path in PATHS if path.name in given.path):
+        for caller in given.caller:
+            if path.missing():
+                table.row(path.name, caller, "", "", "", "", f"skipped: {path.missing()}")
+                continue
+            (row,) = measured(path, [caller], size, folder / f"{path.name}-{caller}")
+            held = row.held if row.status == 0 else f"{row.held}, exit {row.status}"
+            failed, load = row.load.failed, row.load
+            table.row(path.name, caller, load.calls, failed.total(), load.longest_s, held, told(failed))
+            seen |= {words for text in failed for words in explained(text)}
+            is_kept = is_kept and row.is_kept
     for words, why in EXPLAINED.items():
         if words in seen:
             print(f"{words}: the call {why}.")
-    print(f"allowed: SDK 0, plain {MOST_PLAIN} a row: {'kept' if is_kept else 'BROKEN'}")
-    return 0 if is_kept else 1
+    return verdict(f"allowed: SDK 0, plain {MOST_PLAIN} a row", is_kept)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(
+        main,
+        __doc__,
+        path=([path.name for path in PATHS], "only these"),
+        caller=(list(KINDS), "only these"),
+        calls=(Size.calls, "of each row, at least"),
+    )

@@ -8,19 +8,16 @@ to get in. Fails where a good call is lost, a bad one gets in, or a certificate 
 
 from __future__ import annotations
 
-import argparse
-import asyncio
 import random
 import shutil
 import socket
 import ssl
-import sys
-import tempfile
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -29,19 +26,19 @@ from typing import Any
 import grpc
 import trustme
 from cryptography import x509
-from tests.calls import sample
 from tests.fix_server import run_server
 from tests.fix_tls import SERVER_ONLY, signed_again
+from tests.proofs.callers import TIMEOUT_S, Load, asyncio_sdk, sdk
+from tests.proofs.proof import run, told, verdict
 
 from npugrad.v1 import server_pb2, server_pb2_grpc
-from npugrad_client import AsyncClient, Client, NpugradError, Tls
+from npugrad_client import Tls
 
 FULL_S, MOST_LAG_S = 120.0, 5.0
 _INTERVALS_S = (0.3, 1.0)
 """Between two swaps, by chance."""
 _HALF_WRITTEN_S = (0.0, 0.3)
 _PAST = datetime(2021, 1, 1, tzinfo=timezone.utc)
-_PACE_S, _TIMEOUT_S = 0.01, 60.0
 _NAMES = ("tls.crt", "tls.key", "ca.crt")
 
 
@@ -104,44 +101,41 @@ class Rotation:
     """What came of it.
 
     Attributes:
-        calls: Good calls that were answered, by client.
-        lost: Good calls that were not, by what they were told.
+        loads: Callers that must be let in, by client.
         tries: Bad calls, by what is wrong with them.
         admitted: Those that were answered.
         swap_count: Renewals, of both sides.
         shown_count: Different certificates that the server was seen with.
         lag_s: The longest that it showed a certificate whose successor was written.
         is_last_shown: Whether it showed the last one in the end.
-        longest_s: The longest good call.
     """
 
-    calls: Counter[str] = field(default_factory=Counter)
-    lost: Counter[str] = field(default_factory=Counter)
+    loads: dict[str, Load] = field(default_factory=dict)
     tries: Counter[str] = field(default_factory=Counter)
     admitted: Counter[str] = field(default_factory=Counter)
     swap_count: int = 0
     shown_count: int = 0
     lag_s: float = 0.0
     is_last_shown: bool = False
-    longest_s: float = 0.0
+
+    @property
+    def lost(self) -> Counter[str]:
+        """Good calls that were not answered, by what they were told."""
+        return sum((load.failed for load in self.loads.values()), Counter())
 
     @property
     def is_kept(self) -> bool:
         """Whether nothing was lost and nothing let in that must not be."""
         return not self.lost and not self.admitted and self.is_last_shown
 
-    def line(self) -> str:
-        """The counts, for a person."""
-        calls, tries = (
-            ", ".join(f"{count} {name}" for name, count in sorted(found.items()))
-            for found in (self.calls, self.tries)
-        )
+    def __str__(self) -> str:
+        calls = ", ".join(f"{load.calls} {name}" for name, load in self.loads.items())
+        longest_s = max(load.longest_s for load in self.loads.values())
         return (
-            f"{self.swap_count} swaps of each side; calls: {calls}; lost {self.lost.total()} "
-            f"{dict(self.lost) or ''}; bad callers: {tries}; admitted {self.admitted.total()} "
-            f"{dict(self.admitted) or ''}; {self.shown_count} certificates shown, the old one at most "
-            f"{self.lag_s:.1f} s, the last one {'shown' if self.is_last_shown else 'NOT SHOWN'}; "
-            f"longest call {self.longest_s:.2f} s"
+            f"{self.swap_count} swaps of each side; calls: {calls}; lost {told(self.lost)}; bad callers: "
+            f"{told(self.tries)}; admitted {told(self.admitted)}; {self.shown_count} certificates shown, the "
+            f"old one at most {self.lag_s:.1f} s, the last one "
+            f"{'shown' if self.is_last_shown else 'NOT SHOWN'}; longest call {longest_s:.2f} s"
         )
 
 
@@ -157,9 +151,6 @@ class Rotating:
         self.tls = Tls(ca=ca, certificate=certificate, key=key)
         self.found, self.address = Rotation(), ""
         self._random, self.is_over = random.Random(seed), threading.Event()
-        made = sample()
-        self._call: dict[str, Any] = {**made.arrays, **made.call.attrs}
-        self._expected = made.reference()["grad_input"]
 
     @property
     def flags(self) -> Sequence[str]:
@@ -184,41 +175,6 @@ class Rotating:
                     secret.overwrite(lambda: time.sleep(self._random.uniform(*_HALF_WRITTEN_S) / 3))
             self.found.swap_count += 1
 
-    def call(self) -> None:
-        """Calls by the synchronous client until it is over."""
-        with Client(self.address, timeout_s=_TIMEOUT_S, tls=self.tls, retry=None) as client:
-            while not self.is_over.wait(_PACE_S):
-                begin_s = time.monotonic()
-                try:
-                    result = client.group_norm_backward(**self._call)
-                except NpugradError as error:
-                    self.found.lost[str(error)[:200]] += 1
-                else:
-                    self._note("sync", result, begin_s)
-
-    def call_asynchronously(self) -> None:
-        """Calls by the asynchronous client until it is over."""
-        asyncio.run(self._work())
-
-    async def _work(self) -> None:
-        async with AsyncClient(self.address, timeout_s=_TIMEOUT_S, tls=self.tls, retry=None) as client:
-            while not self.is_over.is_set():
-                begin_s = time.monotonic()
-                try:
-                    result = await client.group_norm_backward(**self._call)
-                except NpugradError as error:
-                    self.found.lost[str(error)[:200]] += 1
-                else:
-                    self._note("async", result, begin_s)
-                await asyncio.sleep(_PACE_S)
-
-    def _note(self, name: str, result: Any, begin_s: float) -> None:
-        self.found.longest_s = max(self.found.longest_s, time.monotonic() - begin_s)
-        if result.grad_input.tobytes() == self._expected:
-            self.found.calls[name] += 1
-        else:
-            self.found.lost["a wrong result"] += 1
-
     def try_to_get_in(self) -> None:
         """Calls with certificates that must not be let in, until it is over."""
         good, stranger = _pair(self._callers), _pair(trustme.CA())
@@ -236,7 +192,7 @@ class Rotating:
                     stub = server_pb2_grpc.ServerServiceStub(channel)
                     self.found.tries[name] += 1
                     try:
-                        stub.GetServerInfo(server_pb2.GetServerInfoRequest(), timeout=_TIMEOUT_S)
+                        stub.GetServerInfo(server_pb2.GetServerInfoRequest(), timeout=TIMEOUT_S)
                     except grpc.RpcError:
                         continue
                     self.found.admitted[name] += 1
@@ -253,7 +209,7 @@ class Rotating:
             if index + 1 < len(self.server.written_s):
                 self.found.lag_s = max(self.found.lag_s, now_s - self.server.written_s[index + 1])
             if self.is_over.wait(0.1):
-                ends_s = min(ends_s, now_s + _TIMEOUT_S)
+                ends_s = min(ends_s, now_s + TIMEOUT_S)
                 self.found.is_last_shown = serial == self.server.serials[-1]
         self.found.shown_count = len(shown)
 
@@ -261,7 +217,7 @@ class Rotating:
         host, _, port = self.address.rpartition(":")
         context = ssl.create_default_context(cadata=self._authority.cert_pem.bytes().decode())
         with (
-            socket.create_connection((host, int(port)), _TIMEOUT_S) as plain,
+            socket.create_connection((host, int(port)), TIMEOUT_S) as plain,
             context.wrap_socket(plain, server_hostname="localhost") as secure,
         ):
             found = secure.getpeercert(binary_form=True)
@@ -280,37 +236,33 @@ def _pair(authority: trustme.CA) -> tuple[bytes, bytes]:
 def proof(folder: Path, length_s: float) -> Rotation:
     """Rotates for so many seconds in an empty folder."""
     rotating = Rotating(folder)
-    with run_server(
-        folder / "log", *rotating.flags, devices="test:2?compute=1", credentials=rotating.credentials()
-    ) as server:
-        rotating.address = server.address
-        works = (
-            *(rotating.call, rotating.call, rotating.call_asynchronously, rotating.call_asynchronously),
-            *(rotating.try_to_get_in, rotating.look),
+    found = rotating.found
+    options: dict[str, Any] = {"tls": rotating.tls, "retry": None}
+    credentials = rotating.credentials()
+    with ExitStack() as stack:
+        server = run_server(
+            folder / "log", *rotating.flags, devices="test:2?compute=1", credentials=credentials
         )
-        with ThreadPoolExecutor(len(works) + 1) as pool:
-            swapping = pool.submit(rotating.swap)
-            running = [pool.submit(work) for work in works]
-            try:
-                time.sleep(length_s)
-            finally:
-                rotating.is_over.set()
-            swapping.result()
-            for one in running:
-                one.result()
-    return rotating.found
+        rotating.address = stack.enter_context(server).address
+        for name, kind in {"sync": sdk, "async": asyncio_sdk}.items():
+            call = stack.enter_context(kind([rotating.address], **options))
+            found.loads[name] = stack.enter_context(Load(call, callers=2))
+        pool = stack.enter_context(ThreadPoolExecutor(3))
+        working = [pool.submit(act) for act in (rotating.swap, rotating.try_to_get_in, rotating.look)]
+        try:
+            time.sleep(length_s)
+        finally:
+            rotating.is_over.set()
+        for one in working:
+            one.result()
+    return found
 
 
-def main() -> int:
-    """Command line; 1 where it was not as it has to be."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=FULL_S)
-    with tempfile.TemporaryDirectory(prefix="npugrad-rotation-") as folder:
-        found = proof(Path(folder), parser.parse_args().seconds)
-    is_kept = found.is_kept and found.lag_s <= MOST_LAG_S
-    print(f"{found.line()}: {'kept' if is_kept else 'BROKEN'}")
-    return 0 if is_kept else 1
+def main(given: Any, folder: Path) -> bool:
+    """Prints one line."""
+    found = proof(folder, given.seconds)
+    return verdict(found, found.is_kept and found.lag_s <= MOST_LAG_S)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main, __doc__, seconds=(FULL_S, "of renewing"))

@@ -7,21 +7,20 @@ age limit ends it, asks for the name again, and has to share its calls soon afte
 
 from __future__ import annotations
 
-import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from dnslib import QTYPE, RR, A, DNSRecord
 from dnslib.server import BaseResolver, DNSLogger, DNSServer
 from tests.fix_server import ServerProcess, run_server
-from tests.proofs.callers import KINDS, Load
+from tests.proofs.callers import Load, sdk
+from tests.proofs.proof import run, verdict
 
 AGE_S, WITHIN_S, LEAST_SHARE = 32.0, 10.0, 0.35
-_FLAGS = ("--max-connection-age-s", str(AGE_S), "--streams-per-device", "8")
 _DEVICES = "test:1?ms=2&compute=1"
 _FIRST, _SECOND = "127.0.0.1", "127.0.0.2"
 
@@ -31,12 +30,14 @@ class Found:
     """What one run counted.
 
     Attributes:
+        age_s: The age limit of connections.
         share: The new server's share of the calls of the last second that was looked at.
         after_s: Seconds from the age limit until its share was large enough; more than `WITHIN_S` if never.
         calls: All calls.
         failed: Those that failed or had a wrong result.
     """
 
+    age_s: float
     share: float
     after_s: float
     calls: int
@@ -47,12 +48,11 @@ class Found:
         """Whether the promise was kept."""
         return self.after_s <= WITHIN_S and self.failed == 0
 
-    def line(self) -> str:
-        """One line of figures."""
+    def __str__(self) -> str:
         return (
             f"scale-out by name (SIMULATED devices): the new server had {self.share:.2f} of the calls "
-            f"{self.after_s:.1f} s after the age limit of {AGE_S:g} s; "
-            f"{self.failed} of {self.calls} calls failed: {'kept' if self.ok else 'BROKEN'}"
+            f"{self.after_s:.1f} s after the age limit of {self.age_s:g} s; "
+            f"{self.failed} of {self.calls} calls failed"
         )
 
 
@@ -85,22 +85,22 @@ def _name_server(names: _Names) -> Iterator[int]:
         server.server.server_close()
 
 
-def run(folder: Path) -> Found:
+def scaled_out(folder: Path, age_s: float = AGE_S) -> Found:
     """One server under load, a second one behind the same name, and the shares that follow."""
-    names = _Names(_FIRST)
-    with run_server(folder / "first.log", *_FLAGS, devices=_DEVICES) as first, _name_server(names) as dns:
+    names, flags = _Names(_FIRST), ("--max-connection-age-s", str(age_s), "--streams-per-device", "8")
+    with run_server(folder / "first.log", *flags, devices=_DEVICES) as first, _name_server(names) as dns:
         port = first.address.rpartition(":")[2]
-        beside = ("--listen", f"{_SECOND}:{port}", *_FLAGS)
+        beside = ("--listen", f"{_SECOND}:{port}", *flags)
         with (
             run_server(folder / "second.log", *beside, devices=_DEVICES) as second,
-            KINDS["SDK"]((f"dns://{_FIRST}:{dns}/npugrad.test:{port}",)) as call,
+            sdk([f"dns://{_FIRST}:{dns}/npugrad.test:{port}"]) as call,
         ):
             begin_s = time.monotonic()
             with Load(call) as load:
                 load.wait_for(100)
                 names.addresses = (_FIRST, _SECOND)
-                share, now_s = _await_share(first, second, load, begin_s + AGE_S + WITHIN_S)
-    return Found(share, now_s - begin_s - AGE_S, load.calls, load.failed.total())
+                share, now_s = _await_share(first, second, load, begin_s + age_s + WITHIN_S)
+    return Found(age_s, share, now_s - begin_s - age_s, load.calls, load.failed.total())
 
 
 def _await_share(
@@ -120,13 +120,11 @@ def _accepted(server: ServerProcess) -> int:
     return int(server.info().accepted_calls)
 
 
-def main() -> int:
-    """Runs it; 1 if the promise was not kept."""
-    with tempfile.TemporaryDirectory() as folder:
-        found = run(Path(folder))
-    print(found.line())
-    return 0 if found.ok else 1
+def main(given: Any, folder: Path) -> bool:
+    """Prints one line."""
+    found = scaled_out(folder)
+    return verdict(found, found.ok)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main, __doc__)

@@ -9,14 +9,11 @@ here is how the two talk.
 
 from __future__ import annotations
 
-import argparse
 import io
 import os
 import pickle
 import subprocess
-import sys
 import tarfile
-import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.fix_server import SERVER_PYTHON, run_server
+from tests.proofs.proof import Table, run
 from tests.proofs.skew_script import Answered, Asked, answers
 
 from npugrad import OPERATORS
@@ -158,18 +156,11 @@ class Row:
             if problem:
                 self.failed.append((way, f"{self.operator} {case.known.name}: {problem}"))
 
-    def line(self) -> str:
-        """The counts, for a person."""
+    def cells(self) -> tuple[object, ...]:
+        """As the table shows it: right and failed calls by way."""
         lost = Counter(way for way, _ in self.failed)
-        counts = "".join(
-            f"{f'{self.right[way]} / {lost[way]}':>14}" for way in ("unary", "streamed", "validated")
-        )
-        return f"{self.direction:<30}{self.operator:<40}{len(self.dtypes):>5}{counts}"
-
-
-HEAD = f"{'who calls whom':<30}{'operator':<40}{'types':>5}" + "".join(
-    f"{name:>14}" for name in ("unary", "streamed", "validated")
-)
+        counts = (f"{self.right[way]} / {lost[way]}" for way in ("unary", "streamed", "validated"))
+        return (self.direction, self.operator, len(self.dtypes), *counts)
 
 
 def tried(folder: Path, step: int = 1) -> Iterator[Row]:
@@ -218,24 +209,20 @@ def _rows(direction: str, cases: Sequence[Case], answered: Sequence[Answered]) -
     return iter(rows.values())
 
 
-def main() -> int:
-    """Prints the table, and what failed; exit code 0 if nothing did."""
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    options.add_argument("--step", type=int, default=1, help="try one call in so many; default 1, all")
-    step, failed = options.parse_args().step, list[tuple[str, str]]()
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            print(f"{HEAD}   (right / failed)", flush=True)
-            for row in tried(Path(folder).resolve(), step):
-                print(row.line(), flush=True)
-                failed += row.failed
-        except Missing as missing:
-            print(f"skipped: {missing}")
-            return 0
+def main(given: Any, folder: Path) -> bool:
+    """Prints a table of right and failed calls, and what failed."""
+    failed = list[tuple[str, str]]()
+    table = Table(who_calls_whom=30, operator=40, types=5, unary=14, streamed=14, validated=14)
+    try:
+        for row in tried(folder, given.step):
+            table.row(*row.cells())
+            failed += row.failed
+    except Missing as missing:
+        print(f"skipped: {missing}")
     for way, text in failed:
         print(f"{way}: {text}")
-    return 1 if failed else 0
+    return not failed
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main, __doc__, step=(1, "one call in so many is tried, 1 for all"))

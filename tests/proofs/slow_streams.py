@@ -7,25 +7,19 @@ the server's idle timeout: uploads that are ended are opened again. The device i
 
 from __future__ import annotations
 
-import argparse
 import select
 import socket
 import struct
-import sys
-import tempfile
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import grpc
-from tests.calls import TIMEOUT_S, chunk, header_frame, sample
-from tests.e2e.harness import encode, eventually
+from tests.calls import TIMEOUT_S, chunk, repeated, sample
+from tests.e2e.harness import eventually
 from tests.fix_server import ServerProcess, run_server
 from tests.http2 import (
     ACK,
@@ -40,12 +34,12 @@ from tests.http2 import (
     frame,
     message,
 )
-from tests.operators import GROUP_NORM
+from tests.proofs.callers import Call, Load, plain
+from tests.proofs.proof import run, verdict
 
-from npugrad.meta import TensorMeta
 from npugrad.v1 import backward_pb2_grpc
 
-DEVICES = "test:1?ms=20"
+DEVICES = "test:1?ms=20&compute=1"
 STREAMS, BYTE_EACH_S, REPLY_BYTES = 300, 20.0, 128 * 2**20
 ALONE_S, BESIDE_S = 30.0, 70.0
 MOST_RATIO = 2.0
@@ -53,7 +47,7 @@ MOST_RATIO = 2.0
 _EXECUTE = b"/npugrad.v1.BackwardService/Execute"
 _ARENA_BYTES = REPLY_BYTES + 2 * 64
 """What the unread reply takes, with its two results of 4 bytes."""
-_CONNECTIONS, _PACE_S, _LOOK_S = 2, 0.01, 0.1
+_CONNECTIONS, _LOOK_S = 2, 0.1
 
 
 # ---------------------------------------------------------------------------------------- who is slow
@@ -134,13 +128,7 @@ def _byte(stream: int, offset: int) -> bytes:
 
 def repeated_request(reply_bytes: int) -> Any:
     """The header of a call with results of so many bytes, and with operands of one element, repeated."""
-    call = GROUP_NORM.build(n=1, c=1, hxw=reply_bytes // 4, group=1)
-    packed = {}
-    for name, meta in call.inputs.items():
-        if meta is not None:
-            once = TensorMeta(meta.dtype, meta.shape, strides=(0,) * len(meta.shape))
-            packed[name] = once, memoryview(bytes(once.content_bytes))
-    return header_frame(GROUP_NORM, encode(GROUP_NORM, call, packed)[0])
+    return repeated(reply_bytes).header(chunk_from_bytes=reply_bytes)[0]
 
 
 @contextmanager
@@ -157,46 +145,26 @@ def unread_reply(server: ServerProcess, nbytes: int) -> Iterator[None]:
 # -------------------------------------------------------------------------------------- what it costs
 
 
-@dataclass
-class NeighbourCalls:
-    """Calls of a neighbour, one after the other.
+def made(call: Call, seconds: float, least: int) -> Load:
+    """A neighbour's calls, one after the other, for so long, and so many at least."""
+    with Load(call, callers=1) as load:
+        end_s = time.monotonic() + seconds
+        load.wait(lambda: time.monotonic() >= end_s and load.calls >= least, seconds + TIMEOUT_S * least)
+    return load
 
-    Attributes:
-        seconds: What each answered one took.
-        failed: Those that were not, by what they say.
-    """
 
-    seconds: list[float] = field(default_factory=list)
-    failed: Counter[str] = field(default_factory=Counter)
+def p99_s(load: Load) -> float:
+    """Seconds that 99 of 100 answered calls take at most."""
+    seconds = sorted(each.end_s - each.begin_s for each in load.ended if not each.told)
+    return seconds[len(seconds) * 99 // 100]
 
-    @property
-    def count(self) -> int:
-        """All of them."""
-        return len(self.seconds) + self.failed.total()
 
-    @property
-    def p99_s(self) -> float:
-        """Seconds that 99 of 100 take at most."""
-        return sorted(self.seconds)[len(self.seconds) * 99 // 100]
-
-    def line(self) -> str:
-        """The counts, for a person."""
-        p99_ms, longest_ms = self.p99_s * 1e3, max(self.seconds) * 1e3
-        failed = self.failed.total()
-        return f"{self.count} calls, {failed} refused, p99 {p99_ms:.1f} ms, longest {longest_ms:.0f} ms"
-
-    def make(self, call: Callable[[], Any], seconds: float, least: int) -> NeighbourCalls:
-        """Calls for so long, and so many times at least."""
-        pause, end_s = threading.Event(), time.monotonic() + seconds
-        while time.monotonic() < end_s or self.count < least:
-            begun_s = time.monotonic()
-            try:
-                call()
-                self.seconds.append(time.monotonic() - begun_s)
-            except grpc.RpcError as error:
-                self.failed[f"{error.code().name}: {error.details()}"[:60]] += 1
-            pause.wait(_PACE_S)
-        return self
+def figures(load: Load) -> str:
+    """The counts, for a person."""
+    return (
+        f"{load.calls} calls, {load.failed.total()} refused, p99 {p99_s(load) * 1e3:.1f} ms, longest "
+        f"{load.longest_s * 1e3:.0f} ms"
+    )
 
 
 @dataclass(frozen=True)
@@ -210,25 +178,24 @@ class SlowStreams:
         held: What the server said of them when all were there: queue places and operand bytes.
     """
 
-    alone: NeighbourCalls
-    beside: NeighbourCalls
+    alone: Load
+    beside: Load
     ended: int
     held: tuple[int, int]
 
     @property
     def ratio(self) -> float:
         """The 99th percentile in terms of that alone."""
-        return self.beside.p99_s / self.alone.p99_s
+        return p99_s(self.beside) / p99_s(self.alone)
 
     @property
     def is_kept(self) -> bool:
         """Whether it was as it has to be."""
         return not self.beside.failed and self.ratio <= MOST_RATIO
 
-    def line(self) -> str:
-        """The counts, for a person."""
+    def __str__(self) -> str:
         return (
-            f"neighbour {self.beside.line()}; alone {self.alone.line()}; ratio {self.ratio:.2f}; "
+            f"neighbour {figures(self.beside)}; alone {figures(self.alone)}; ratio {self.ratio:.2f}; "
             f"{self.ended} uploads ended; "
             f"held {self.held[0]} queue places, {self.held[1]} bytes of operands"
         )
@@ -243,18 +210,15 @@ def prove(server: ServerProcess, byte_each_s: float, seconds: tuple[float, float
         seconds: How long it calls, alone and beside.
         least: Calls of the neighbour at least, each time.
     """
-    made = sample()
-    with server.channel() as channel:
-        stub = backward_pb2_grpc.BackwardServiceStub(channel)
-        call = partial(stub.GroupNormBackward, made.message(), timeout=TIMEOUT_S)
+    with plain([server.address]) as call:
         call()
-        alone = NeighbourCalls().make(call, seconds[0], least)
+        alone = made(call, seconds[0], least)
         with SlowUploads(server.address, STREAMS, byte_each_s) as uploads:
             eventually(lambda: streams_in_progress(server) >= STREAMS, "all uploads have begun", server)
             with unread_reply(server, REPLY_BYTES):
                 info = server.info()
                 assert info.output_arena_used_bytes >= REPLY_BYTES
-                beside = NeighbourCalls().make(call, seconds[1], least)
+                beside = made(call, seconds[1], least)
     eventually(lambda: not server.info().output_arena_used_bytes, "the reply is gone", server)
     return SlowStreams(alone, beside, uploads.ended, (info.queue_depth, info.input_arena_used_bytes))
 
@@ -276,21 +240,13 @@ def slow_server(folder: Path) -> Iterator[ServerProcess]:
         yield running
 
 
-def main() -> int:
-    """Runs it and prints one line; exit code 0 if the neighbour kept its calls and its pace."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--alone", type=float, default=ALONE_S, help="seconds")
-    parser.add_argument("--beside", type=float, default=BESIDE_S, help="seconds")
-    given = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder, slow_server(Path(folder)) as server:
+def main(given: Any, folder: Path) -> bool:
+    """Prints one line."""
+    with slow_server(folder) as server:
         found = prove(server, BYTE_EACH_S, (given.alone, given.beside), 1)
-    print(
-        f"{STREAMS} uploads of 1 byte each {BYTE_EACH_S:g} s, unread reply of {REPLY_BYTES >> 20} MiB ",
-        end="",
-    )
-    print(f"(SIMULATED device): {found.line()}: {'kept' if found.is_kept else 'BROKEN'}")
-    return 0 if found.is_kept else 1
+    streams = f"{STREAMS} uploads of 1 byte each {BYTE_EACH_S:g} s, unread reply of {REPLY_BYTES >> 20} MiB"
+    return verdict(f"{streams} (SIMULATED device): {found}", found.is_kept)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main, __doc__, alone=(ALONE_S, "seconds"), beside=(BESIDE_S, "seconds"))

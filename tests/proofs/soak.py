@@ -8,14 +8,11 @@ when nobody calls. The devices are simulated, and compute as the CPU does.
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import signal
 import socket
 import statistics
-import sys
-import tempfile
 import threading
 import time
 from collections import Counter
@@ -32,7 +29,9 @@ from tests.e2e.harness import STREAMED, UNARY, Wire, eventually, idle, workers_o
 from tests.e2e.load import Work, mixed_work
 from tests.fix_server import ServerProcess, run_server
 from tests.http2 import start_call
+from tests.proofs.callers import TIMEOUT_S, arguments
 from tests.proofs.mutations import Mutator, corpus
+from tests.proofs.proof import MIB, run, told, verdict
 from tests.raw_calls import RawCaller
 
 from npugrad.v1 import server_pb2
@@ -42,9 +41,8 @@ MOST_GROWTH_MIB, MOST_THREADS_MORE = 8.0, 2
 QUARTERS = 4
 _DEVICES = "test:2?ms=2&compute=1&crash=crash&hang=hang"
 _FLAGS = ("--respawn-backoff-s", "0.05", "--hang-grace-s", "0.5", "--log-level", "error")
-_CALLERS, _PAUSE_S, _TIMEOUT_S, _HUNG_S = 2, 0.05, 60.0, 0.25
+_CALLERS, _PAUSE_S, _HUNG_S = 2, 0.05, 0.25
 _DAMAGED = 50
-_MIB = 2**20
 
 
 @dataclass
@@ -82,13 +80,10 @@ class Soaked:
         return self.right > 0 and not (self.wrong or self.failed or left)
 
     def __str__(self) -> str:
-        counts = [
-            ", ".join(f"{count} {name}" for name, count in each.most_common()) or "none"
-            for each in (self.told, self.faults)
-        ]
         memory = ", ".join(f"{mib:.1f}" for mib in self.resident_mib)
         return (
-            f"soak: {self.right} right, {self.wrong} wrong, told {counts[0]}; faults: {counts[1]}; "
+            f"soak: {self.right} right, {self.wrong} wrong, told {told(self.told)}; "
+            f"faults: {told(self.faults)}; "
             f"MiB by quarter {memory}; descriptors and threads {', '.join(f'{h}/{t}' for h, t in self.quiet)}"
         )
 
@@ -102,7 +97,7 @@ class Faults:
         self._mutator = Mutator(corpus(200, seed), seed)
         # Of a signature that no good call has: the circuits that it opens are its own.
         self._sample = sample(n=5)
-        self._arguments: dict[str, Any] = {**self._sample.arrays, **self._sample.call.attrs}
+        self._arguments = arguments(self._sample)
         self.kinds: Sequence[Callable[[], None]] = (
             *(self.kill, self.crash, self.hang, self.vanish, self.cancel),
             *(self.run_out_of_time, self.break_off, self.damage),
@@ -116,7 +111,7 @@ class Faults:
 
     def crash(self) -> None:
         """A call that ends its worker."""
-        self._call("crash", _TIMEOUT_S)
+        self._call("crash", TIMEOUT_S)
 
     def hang(self) -> None:
         """A call that its worker never answers."""
@@ -134,9 +129,9 @@ class Faults:
 
             def some() -> Iterator[Any]:
                 yield from frames[:2]
-                gate.wait(_TIMEOUT_S)
+                gate.wait(TIMEOUT_S)
 
-            answer = Wire.of(channel).backward.Execute(some(), timeout=_TIMEOUT_S)
+            answer = Wire.of(channel).backward.Execute(some(), timeout=TIMEOUT_S)
             time.sleep(self._rng.random() * _PAUSE_S)
             answer.cancel()
             gate.set()
@@ -145,7 +140,7 @@ class Faults:
         """Calls that are cancelled at any moment."""
         with self._running.channel() as channel:
             message, stub = self._sample.message(), Wire.of(channel).backward
-            calls = [stub.GroupNormBackward.future(message, timeout=_TIMEOUT_S) for _ in range(20)]
+            calls = [stub.GroupNormBackward.future(message, timeout=TIMEOUT_S) for _ in range(20)]
             time.sleep(self._rng.random() * _PAUSE_S)
             for call in calls:
                 call.cancel()
@@ -160,7 +155,7 @@ class Faults:
         host, _, port = self._running.address.rpartition(":")
         data = start_call(b"/npugrad.v1.BackwardService/Execute")
         for _ in range(10):
-            with suppress(OSError), socket.create_connection((host, int(port)), _TIMEOUT_S) as connection:
+            with suppress(OSError), socket.create_connection((host, int(port)), TIMEOUT_S) as connection:
                 connection.sendall(data[: self._rng.randrange(len(data))])
 
     def damage(self) -> None:
@@ -188,7 +183,7 @@ class _Quarter:
         finally:
             self._over.set()
             for thread in threads:
-                thread.join(2 * _TIMEOUT_S)
+                thread.join(2 * TIMEOUT_S)
             if any(thread.is_alive() for thread in threads):
                 self._found.failed.append("a call had no answer")
 
@@ -200,7 +195,7 @@ class _Quarter:
 
     def _send(self, number: int) -> None:
         way = STREAMED if number % 2 else UNARY
-        with Client(self._running.address, timeout_s=_TIMEOUT_S, stream_from_bytes=way) as client:
+        with Client(self._running.address, timeout_s=TIMEOUT_S, stream_from_bytes=way) as client:
             while not self._over.is_set():
                 work = self._next(number)
                 try:
@@ -232,7 +227,7 @@ class _Quarter:
         pid, resident, end_s = self._running.process.pid, [], time.monotonic() + seconds
         with self._threads():
             while time.monotonic() < end_s and not self._found.failed:
-                resident.append(status_bytes("VmRSS", pid) / _MIB)
+                resident.append(status_bytes("VmRSS", pid) / MIB)
                 time.sleep(0.2)
         self._found.resident_mib.append(statistics.median(resident))
         _start_verifier(self._running)
@@ -241,10 +236,8 @@ class _Quarter:
 
 def _start_verifier(running: ServerProcess) -> None:
     """A verified call: damaged messages start a verifier by chance, so that one is counted every time."""
-    made = sample()
-    arguments: dict[str, Any] = {**made.arrays, **made.call.attrs}
-    with Client(running.address, timeout_s=_TIMEOUT_S) as client:
-        client.group_norm_backward(**arguments, verify=True)
+    with Client(running.address, timeout_s=TIMEOUT_S) as client:
+        client.group_norm_backward(**arguments(), verify=True)
 
 
 def _quiet(running: ServerProcess) -> tuple[int, int]:
@@ -255,7 +248,7 @@ def _quiet(running: ServerProcess) -> tuple[int, int]:
         info = running.info()
         return bool(idle(info)) and all(device.state == ready for device in info.devices)
 
-    eventually(at_rest, "all devices are ready, and nothing is held", running, _TIMEOUT_S)
+    eventually(at_rest, "all devices are ready, and nothing is held", running, TIMEOUT_S)
     folder = Path(f"/proc/{running.process.pid}")
     found: list[tuple[int, ...]] = []
     for _ in range(20):
@@ -285,24 +278,14 @@ def soak(seconds: float, folder: Path, work: list[Work], seed: int = 0) -> Soake
     return found
 
 
-def main() -> int:
-    """Command line; 1 where a result was wrong or something was left behind."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--minutes", type=float, default=20.0, help="default 20")
-    parser.add_argument("--seed", type=int, default=0, help="of what is drawn")
-    given = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="npugrad-soak-") as folder:
-        found = soak(60 * given.minutes, Path(folder), mixed_work(), given.seed)
+def main(given: Any, folder: Path) -> bool:
+    """Prints one line."""
+    found = soak(60 * given.minutes, folder, mixed_work(), given.seed)
     if found.failed:
-        print(f"{found}; {found.failed}: BROKEN")
-        return 1
-    is_kept = found.is_kept and found.grown_mib <= MOST_GROWTH_MIB
-    print(
-        f"{found}; the last quarter has {found.grown_mib:+.1f} MiB, at most {MOST_GROWTH_MIB:g} allowed: "
-        f"{'kept' if is_kept else 'BROKEN'}"
-    )
-    return 0 if is_kept else 1
+        return verdict(f"{found}; {found.failed}", False)
+    grown = f"the last quarter has {found.grown_mib:+.1f} MiB, at most {MOST_GROWTH_MIB:g} allowed"
+    return verdict(f"{found}; {grown}", found.is_kept and found.grown_mib <= MOST_GROWTH_MIB)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main, __doc__, minutes=(20.0, "how long"), seed=(0, "of what is drawn"))

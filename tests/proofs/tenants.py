@@ -8,26 +8,24 @@ simulated.
 
 from __future__ import annotations
 
-import argparse
-import sys
-import tempfile
+import itertools
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.calls import fill
 from tests.fix_server import run_server
 from tests.fix_tls import Certificates
+from tests.proofs.callers import CALLERS, TIMEOUT_S, Load, arguments
+from tests.proofs.proof import run, verdict
 
-from npugrad import OPERATORS
-from npugrad_client import Client, NpugradError, Tls
+from npugrad_client import Client, Tls
 
-CALLERS_COUNT, HOG_FACTOR = 4, 20
+HOG_FACTOR = 20
 WAYS: Mapping[str, tuple[bool, int, int]] = {
     "fresh labels": (True, 0, 2),
     "priority 100": (False, 100, 2),
@@ -37,11 +35,9 @@ WAYS: Mapping[str, tuple[bool, int, int]] = {
 """Whether each call has a label of its own, their priority, and how many there are for one of the other."""
 SHARE, LEAST_PART = 0.5, 0.9
 """The other caller's share by weight, and what of it there must be: the rest is chance at the ends."""
-_TIMEOUT_S = 60.0
 _REFUSED_PAUSE_S = 0.4
 """Between a refusal and the next call of a thread: this is about shares, not about a flood."""
 _DEVICES, _MAX_QUEUE_DEPTH = "test:1?ms=40", 32
-_RECORD = OPERATORS["group_norm_backward"]
 _TENANTS = """
 [[tenant]]
 name = "hog"
@@ -52,75 +48,20 @@ identities = ["neighbour.example.org"]
 """
 
 
-@dataclass
-class Caller:
-    """Threads that call as one tenant, each one call after the other, and what they were told.
+def callers(stack: ExitStack, address: str, tls: Tls, *, way: str = "") -> Load:
+    """Callers as one tenant; those that ask for more than their share do it in some way."""
+    has_labels, priority, factor = WAYS.get(way, (False, 0, 1))
+    client = stack.enter_context(Client(address, tls=tls, timeout_s=TIMEOUT_S, retry=None))
+    numbers, given = itertools.count(), arguments()
 
-    Attributes:
-        address: The server's.
-        tls: Who it is.
-        count: Threads.
-        has_labels: Whether each call has a label of its own.
-        priority: Of its calls.
-        told: How many calls were answered, by reason, while it was counted.
-    """
+    def call() -> object:
+        label = str(next(numbers)) if has_labels else ""
+        return client.group_norm_backward(**given, label=label, priority=priority)
 
-    address: str
-    tls: Tls
-    count: int
-    has_labels: bool = False
-    priority: int = 0
-    told: Counter[str] = field(default_factory=Counter)
-
-    def __post_init__(self) -> None:
-        """Starts to call."""
-        self._is_over, self._is_counted = threading.Event(), threading.Event()
-        self._changed = threading.Condition()
-        self.answered = 0
-        self._client = Client(self.address, tls=self.tls, timeout_s=_TIMEOUT_S, retry=None)
-        self._threads = [threading.Thread(target=self._call, args=(n,)) for n in range(self.count)]
-        for thread in self._threads:
-            thread.start()
-
-    def _call(self, thread: int) -> None:
-        made = fill(_RECORD, _RECORD.build(n=2, c=8, hxw=64, group=2))
-        call: dict[str, Any] = {**made.arrays, **made.call.attrs}
-        number = 0
-        while not self._is_over.is_set():
-            number += 1
-            label = f"{thread}-{number}" if self.has_labels else ""
-            try:
-                self._client.group_norm_backward(**call, label=label, priority=self.priority)
-                reason = "OK"
-            except NpugradError as error:
-                reason = error.reason
-            with self._changed:
-                self.answered += 1
-                self.told[reason] += self._is_counted.is_set()
-                self._changed.notify_all()
-            if reason != "OK":
-                self._is_over.wait(_REFUSED_PAUSE_S)
-
-    def wait(self, answered: int) -> None:
-        """Waits until so many calls were answered, well or not.
-
-        Raises:
-            TimeoutError: They were not in time.
-        """
-        with self._changed:
-            if not self._changed.wait_for(lambda: self.answered >= answered, _TIMEOUT_S):
-                raise TimeoutError(f"found {self.answered} answers; expected {answered}")
-
-    def set_counted(self, is_counted: bool) -> None:
-        """Begins to count answers, or ends it."""
-        (self._is_counted.set if is_counted else self._is_counted.clear)()
-
-    def stop(self) -> None:
-        """Ends it."""
-        self._is_over.set()
-        for thread in self._threads:
-            thread.join(_TIMEOUT_S)
-        self._client.close()
+    count = factor * CALLERS
+    found = Load(call, callers=count, pace_s=0, refused_pause_s=_REFUSED_PAUSE_S)
+    stack.enter_context(found).wait_for(2 * count, TIMEOUT_S)
+    return found
 
 
 @dataclass(frozen=True)
@@ -131,13 +72,11 @@ class Sharing:
         way: How the hog asks for more.
         hog: What the hog was told, by reason.
         other: What the other caller was told.
-        seconds: How long both called.
     """
 
     way: str
     hog: Counter[str]
     other: Counter[str]
-    seconds: float
 
     @property
     def share(self) -> float:
@@ -154,8 +93,7 @@ class Sharing:
         """Whether the other caller had its whole share."""
         return self.share >= LEAST_PART * SHARE and not self.refused_count
 
-    def line(self) -> str:
-        """The counts, for a person."""
+    def __str__(self) -> str:
         refused = self.hog.total() - self.hog["OK"]
         return (
             f"{self.way}: other caller {self.other['OK']} of {self.other['OK'] + self.hog['OK']} answers "
@@ -166,23 +104,13 @@ class Sharing:
 
 def prove(address: str, hog_tls: Tls, other_tls: Tls, way: str, seconds: float) -> Sharing:
     """Has both call for so many seconds, once each has calls waiting."""
-    has_labels, priority, factor = WAYS[way]
     with ExitStack() as stack:
-        hog = Caller(address, hog_tls, factor * CALLERS_COUNT, has_labels, priority)
-        stack.callback(hog.stop)
-        hog.wait(2 * hog.count)
-        other = Caller(address, other_tls, CALLERS_COUNT)
-        stack.callback(other.stop)
-        other.wait(2 * other.count)
-        both = (hog, other)
+        both = callers(stack, address, hog_tls, way=way), callers(stack, address, other_tls)
         begin_s = time.monotonic()
-        for caller in both:
-            caller.set_counted(True)
         threading.Event().wait(seconds)
-        for caller in both:
-            caller.set_counted(False)
-        took_s = time.monotonic() - begin_s
-    return Sharing(way, hog.told, other.told, took_s)
+        end_s = time.monotonic()
+    hog, other = (Counter(each.told or "OK" for each in load.between(begin_s, end_s)) for load in both)
+    return Sharing(way, hog, other)
 
 
 def _tls_of(name: str, certificates: Certificates, folder: Path) -> Tls:
@@ -209,18 +137,12 @@ def proofs(folder: Path, ways: Sequence[str], seconds: float) -> Iterator[Sharin
             yield prove(server.address, hog, other, way, seconds)
 
 
-def main() -> int:
-    """Runs it and prints one line; exit code 0 if the other caller always had its share."""
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    options.add_argument("--seconds", type=float, default=30.0, help="of each way; default 30")
-    options.add_argument("--ways", nargs="+", choices=WAYS, default=[*WAYS], help="all by default")
-    given = options.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        found = list(proofs(Path(folder), given.ways, given.seconds))
-    print(f"two tenants of equal weight over TLS, {given.seconds:g} s each (SIMULATED device): ", end="")
-    print("; ".join(sharing.line() for sharing in found))
-    return 0 if all(sharing.is_fair for sharing in found) else 1
+def main(given: Any, folder: Path) -> bool:
+    """Prints one line."""
+    found = list(proofs(folder, given.ways, given.seconds))
+    line = f"two tenants of equal weight over TLS, {given.seconds:g} s each (SIMULATED device): "
+    return verdict(line + "; ".join(map(str, found)), all(sharing.is_fair for sharing in found))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main, __doc__, seconds=(30.0, "of each way"), ways=([*WAYS], "how the other one asks for more"))
