@@ -99,8 +99,10 @@ def peer(answer: list[bytes]) -> Iterator[Peer]:
     """A peer for a block."""
     with Peer(answer) as made:
         threading.Thread(target=made.serve_forever, args=(0.01,), daemon=True).start()
-        yield made
-        made.shutdown()
+        try:
+            yield made
+        finally:
+            made.shutdown()
 
 
 BROKEN_OFF = {

@@ -100,7 +100,9 @@ def assert_only_forward(seen: list[Progress]) -> None:
 
 
 @MAKES
-def test_a_streamed_call_is_told_to_its_end(server: ServerProcess, make: Make) -> None:
+def test_a_streamed_call_is_told_to_its_end_and_a_unary_one_has_stages_and_no_bytes(
+    server: ServerProcess, make: Make
+) -> None:
     seen: list[Progress] = []
     make(server.address, {**sized(4), "progress": seen.append})
     assert stages(seen) == [*STAGES, "done"]
@@ -110,6 +112,10 @@ def test_a_streamed_call_is_told_to_its_end(server: ServerProcess, make: Make) -
     assert last.received_bytes == last.bytes_to_receive
     assert 4 * MIB <= last.received_bytes < 5 * MIB  # with the small results, if they came in chunks
     assert last.try_number == 1
+    unary: list[Progress] = []
+    make(server.address, {**group_norm(), "progress": unary.append}, stream_from_bytes=UNARY)
+    assert [Progress(progress.stage) for progress in unary] == unary
+    assert stages(unary) == [*STAGES, "done"]
 
 
 @LESS
@@ -130,14 +136,6 @@ def test_every_stage_is_told_while_it_lasts(make: Make) -> None:
     assert amid.sent_bytes < amid.bytes_to_send
     begun = next(progress for progress in seen if progress.stage == "receiving")
     assert (begun.received_bytes, begun.bytes_to_receive) == (0, seen[-1].received_bytes)
-
-
-@MAKES
-def test_a_unary_call_has_stages_and_no_bytes(server: ServerProcess, make: Make) -> None:
-    seen: list[Progress] = []
-    make(server.address, {**group_norm(), "progress": seen.append}, stream_from_bytes=UNARY)
-    assert [Progress(progress.stage) for progress in seen] == seen
-    assert stages(seen) == [*STAGES, "done"]
 
 
 @MAKES
@@ -203,11 +201,11 @@ def test_a_retry_begins_anew(make: Make) -> None:
 
 
 @MAKES
-@pytest.mark.parametrize("call", [group_norm(), sized(4)], ids=["unary", "streamed"])
-def test_of_tries_at_once_the_furthest_is_told(server: ServerProcess, make: Make, call: Any) -> None:
+@WAYS
+def test_of_tries_at_once_the_furthest_is_told(server: ServerProcess, make: Make, way: int) -> None:
     seen: list[Progress] = []
-    retry = RetryPolicy(hedge_after_s=0.0, max_tries=3)
-    make(server.address, {**call, "progress": seen.append}, retry=retry)
+    options = {"stream_from_bytes": way, "retry": RetryPolicy(hedge_after_s=0.0, max_tries=3)}
+    make(server.address, {**(group_norm() if way else sized(4)), "progress": seen.append}, **options)
     assert seen[-1].stage == "done"
     assert seen[-1].received_bytes == seen[-1].bytes_to_receive
     for number, told in groupby(seen, lambda progress: progress.try_number):
