@@ -41,7 +41,7 @@ UNARY = f"/npugrad.v1.BackwardService/{GROUP_NORM.rpc}".encode()
 EXECUTE = b"/npugrad.v1.BackwardService/Execute"
 ATTACKER = "127.0.0.2"
 """Where callers that read nothing come from, so that they are another tenant than the neighbour."""
-_TIMEOUT_S, _LOOK_S, _SEEN_S = 120.0, 0.05, 2.0
+_TIMEOUT_S, _LOOK_S, _SEEN_S = 120.0, 0.1, 2.0
 _FRAME_BYTES = 16_000
 
 
