@@ -1,9 +1,8 @@
-"""The LayerNorm reference against torch float64 and loops over the page's formulas; its types."""
+"""The LayerNorm reference against torch float64, and its types."""
 
 from __future__ import annotations
 
 import itertools
-import math
 from typing import Any
 
 import numpy as np
@@ -49,32 +48,8 @@ def by_autograd(inputs: Any, attrs: Any) -> Arrays:
     return {name: grad.numpy() for name, grad in zip(NAMES, grads, strict=True)}
 
 
-def by_loops(inputs: Any, attrs: Any) -> Arrays:
-    """The page's formulas, number by number."""
-    count = math.prod(attrs["normalized_shape"])
-    flat = {n: np.array(a, np.float64).ravel().tolist() for n, a in inputs.items() if a is not None}
-    weight = flat.get("weight", [1.0] * count)
-    found: dict[str, list[float]] = {
-        "grad_input": [],
-        "grad_weight": [0.0] * count,
-        "grad_bias": [0.0] * count,
-    }
-    for row, (mean, rstd) in enumerate(zip(flat["mean"], flat["rstd"], strict=True)):
-        span = slice(row * count, (row + 1) * count)
-        grad, normal = flat["grad_out"][span], [(x - mean) * rstd for x in flat["input"][span]]
-        dy_g = [g * w for g, w in zip(grad, weight, strict=True)]
-        first = math.fsum(dy_g) / count
-        second = math.fsum(d * x for d, x in zip(dy_g, normal, strict=True)) / count
-        for r in range(count):
-            found["grad_input"].append((dy_g[r] - (first + normal[r] * second)) * rstd)
-            found["grad_weight"][r] += grad[r] * normal[r]
-            found["grad_bias"][r] += grad[r]
-    return {name: np.array(values) for name, values in found.items()}
-
-
 TestArbitraryStatistics = against(RECORD, by_native_op, count=250)
 TestStatisticsOfTheForwardPass = against(RECORD, by_autograd, tolerance=1e-9, count=200)
-TestLoopsOverTheFormulas = against(RECORD, by_loops, count=150)
 
 
 def test_types_are_those_of_each_operand() -> None:
