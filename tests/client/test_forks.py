@@ -10,14 +10,14 @@ import tempfile
 import textwrap
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import grpc
 import pytest
 from tests.client import programs
 from tests.client.both import WAYS
-from tests.client.fake_service import Gate, fake_service
+from tests.client.fake_service import Context, Gate, fake_service
 
 from npugrad_client._forks import ForkGate
 
@@ -174,8 +174,14 @@ def test_a_fork_beside_threads_that_call_is_well_for_all(fork_support: str | Non
 
 @WAYS
 def test_a_fork_waits_for_a_call_on_its_way(way: int, tmp_path: Path) -> None:
-    """The first call is answered when the test has seen that no child is born before."""
-    gate = Gate()
+    """The first call is answered when the test has seen that no child is born, and answered, before."""
+    gate, calls = Gate(), list[None]()
+
+    def hold_first(context: Context) -> None:
+        calls.append(None)
+        if len(calls) == 1:
+            gate.hold()
+
     program = f"""
         client = Client(address, timeout_s=60, stream_from_bytes={way})
         calling = threading.Thread(target=lambda: client.group_norm_backward(**operands))
@@ -187,7 +193,7 @@ def test_a_fork_waits_for_a_call_on_its_way(way: int, tmp_path: Path) -> None:
         """
     go = tmp_path / "go"
     os.mkfifo(go)
-    with fake_service(before=gate.hold) as service, tempfile.TemporaryFile("w") as stderr:
+    with fake_service(before=hold_first) as service, tempfile.TemporaryFile("w") as stderr:
         code = HEAD + textwrap.dedent(program)
         forking = programs.start(code, service.address, str(go), stderr=stderr)
         assert forking.stdout is not None
@@ -347,7 +353,7 @@ def test_a_fork_waits_for_who_is_inside(threads: ThreadPoolExecutor) -> None:
     gate = ForkGate(60)
     leave = inside(gate, threads)
     shut = threads.submit(gate.shut)
-    assert not shut.done()
+    assert not wait([shut], 0.2).done
     leave.set()
     assert shut.result(60)
 
@@ -364,7 +370,7 @@ def test_who_comes_meanwhile_waits_for_all_forks(threads: ThreadPoolExecutor) ->
 
     coming = threads.submit(enter)
     gate.open()
-    assert not entered.is_set()
+    assert not entered.wait(0.2)
     gate.open()
     coming.result(60)
     assert entered.is_set()
