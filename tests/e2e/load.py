@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import grpc
@@ -37,13 +37,7 @@ _RETRY_LIMIT_S = 60.0
 
 @dataclass(frozen=True, eq=False)
 class Work:
-    """One call whose results are known.
-
-    Attributes:
-        sample: The call.
-        expected: What must come back.
-        streamed: Whether it goes through Execute.
-    """
+    """One call, what must come back bit for bit, and whether it goes through Execute."""
 
     sample: Sample
     expected: Mapping[str, Array | None]
@@ -66,14 +60,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Told:
-    """The error that a caller got.
-
-    Attributes:
-        status: gRPC status.
-        reason: Row of the error table; the status again when the call ended without the server's words.
-        code: The vendor's number.
-        text: For a person.
-    """
+    """The error that a caller got; its reason is the status where there are no words of the server's."""
 
     status: grpc.StatusCode
     reason: str
@@ -83,15 +70,7 @@ class Told:
 
 @dataclass(frozen=True)
 class Answer:
-    """What became of a call.
-
-    Attributes:
-        operator: Its operator.
-        sent_s: When it was sent, by `time.monotonic()`.
-        info: What produced the result; None without one.
-        right: Whether the result was right.
-        told: The error; None with a result.
-    """
+    """What became of a call: what produced its result and whether that was right, or the error."""
 
     operator: str
     sent_s: float
@@ -106,22 +85,12 @@ LoadT = TypeVar("LoadT", bound="Load")
 class Load(ABC):
     """Threads that send calls in turn until so many were sent and nobody needs more.
 
-    Attributes:
-        answers: Every answer so far.
-        sent: Calls sent so far.
-        finished: Calls that have their answer, by thread.
-        failed: What went wrong, so that a call has no answer; nothing is sent after it.
+    `finished` counts answers by thread; in `failed` is what went wrong so that a call has no answer, after
+    which nothing is sent.
     """
 
     def __init__(self, mix: Sequence[Work], *, threads: int, calls: int = 0, more: bool = True) -> None:
-        """Starts nothing yet.
-
-        Args:
-            mix: Calls, taken in turn by all threads.
-            threads: How many call at once.
-            calls: How many calls to send at least.
-            more: Whether to go on until `enough`.
-        """
+        """Starts nothing yet; sends so many `calls` at least, and with `more` goes on until `enough`."""
         self.answers: list[Answer] = []
         self.failed: list[str] = []
         self.sent = 0
@@ -216,38 +185,16 @@ class Load(ABC):
 # ------------------------------------------------------------------------------------------ as users call
 
 
-@dataclass
-class Counts:
-    """What became of the calls.
-
-    Attributes:
-        right: Answers that were right bit for bit.
-        wrong: Answers that were not.
-        refused: Errors that said the call may be retried, by class.
-        rerun: Right answers that needed more than one attempt on the server.
-        by_operator: Right answers by operator.
-    """
-
-    right: int = 0
-    wrong: int = 0
-    refused: Counter[str] = field(default_factory=Counter)
-    rerun: int = 0
-    by_operator: Counter[str] = field(default_factory=Counter)
-
-
 class ClientLoad(Load):
     """Clients that call one address, and send again what may be.
 
     Guarantees: each call is answered, or one failed; what is retried had said that it may be.
-
-    Attributes:
-        counts: What became of the calls.
     """
 
     def __init__(self, address: str, work: list[Work], threads: int) -> None:
         """Starts nothing yet; the server is at the address now or soon."""
         super().__init__(work, threads=threads)
-        self.counts = Counts()
+        self.refused: Counter[str] = Counter()
         self._address = address
 
     @contextmanager
@@ -260,13 +207,16 @@ class ClientLoad(Load):
         ):
             yield lambda work: self._answer(work, streamed if work.streamed else unary)
 
-    def keep(self, answer: Answer) -> None:
-        """Counts it by what became of it."""
-        super().keep(answer)
-        self.counts.right += answer.right
-        self.counts.wrong += not answer.right
-        self.counts.rerun += answer.right and answer.info is not None and answer.info.attempts > 1
-        self.counts.by_operator[answer.operator] += answer.right
+    @property
+    def right(self) -> list[Answer]:
+        """Answers that were right bit for bit."""
+        with self.progress:
+            return [answer for answer in self.answers if answer.right]
+
+    @property
+    def rerun(self) -> int:
+        """How many of them needed more than one attempt on the server."""
+        return sum(answer.info is not None and answer.info.attempts > 1 for answer in self.right)
 
     def _answer(self, work: Work, client: Client) -> Answer:
         """The answer, however often it has to be asked for."""
@@ -278,7 +228,7 @@ class ClientLoad(Load):
                 if not (error.retryable and isinstance(error, (ServerDraining, ConnectError))):
                     raise
                 with self.progress:
-                    self.counts.refused[type(error).__name__] += 1
+                    self.refused[type(error).__name__] += 1
             else:
                 return Answer(work.record.name, sent_s, result.info, work.is_right(result))
             # A server is being started: as long as nobody ends the load, wait and try again.

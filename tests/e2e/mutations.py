@@ -63,10 +63,7 @@ class Foretold:
 def foretell(record: OpRecord, data: bytes, *, chunked: bool) -> Foretold:
     """Decodes bytes as the server does and says what must come back.
 
-    Args:
-        record: The operator.
-        data: The bytes of its request.
-        chunked: Whether they are the header of a stream, after which nothing comes.
+    With `chunked` they are the header of a stream, after which nothing comes.
     """
     try:
         message = registry_of(record).requests[record.name].FromString(data)

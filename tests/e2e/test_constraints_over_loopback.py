@@ -51,13 +51,7 @@ def spread(samples: list[tuple[Sample, CallMeta]], count: int) -> list[tuple[Sam
 
 
 def request(record: OpRecord, call: CallMeta, content: str) -> Any:
-    """The typed request of a call.
-
-    Args:
-        record: The operator.
-        call: Legal or not.
-        content: ``"none"``, ``"zeros"`` or ``"announced"`` for chunks that never come.
-    """
+    """The typed request of a call; its contents are none, zeros, or announced in chunks that never come."""
     message, _ = codec.encode_request(call.inputs, {}, record, call.attrs, call.outputs)
     for name, meta in call.inputs.items():
         if meta is None or content == "none":

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import math
 import random
 import socket
-import struct
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any
 
 import grpc
 import pytest
 from tests.calls import TIMEOUT_S, Sample, call_execute, fill
 from tests.e2e.harness import case
+from tests.e2e.service_address import service_address
 from tests.fix_server import ServerProcess
 from tests.http2 import PREFACE, frame, literal, message, start_call
 from tests.operators import FLOYD, GROUP_NORM, MSDA
@@ -28,87 +27,6 @@ from npugrad_client.errors import ConnectError
 pytestmark = pytest.mark.usefixtures("unharmed")
 
 SOCKET_TIMEOUT_S = 20.0
-_RESET = struct.pack("ii", 1, 0)
-"""SO_LINGER of 0 seconds: closing sends a reset and no farewell, as when a host loses its power."""
-
-
-# ------------------------------------------------------------------------------------- a cable to cut
-
-
-class Cable:
-    """Carries one connection to a server and cuts it, both ends, after so many bytes one way.
-
-    Attributes:
-        address: What a client connects to.
-        cut: Set once it was cut.
-    """
-
-    def __init__(self, server: str, up_bytes: float, down_bytes: float) -> None:
-        host, _, port = server.rpartition(":")
-        self._target = (host, int(port))
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self._limits = (up_bytes, down_bytes)
-        self._ends: list[socket.socket] = []
-        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
-        self.cut = threading.Event()
-        self._threads = [threading.Thread(target=self._carry, daemon=True)]
-        self._threads[0].start()
-
-    def _carry(self) -> None:
-        try:
-            client, _ = self._listener.accept()
-        except OSError:
-            return
-        server = socket.create_connection(self._target, SOCKET_TIMEOUT_S)
-        self._ends = [client, server]
-        pumps = [
-            threading.Thread(target=self._pump, args=(*pair, limit), daemon=True)
-            for pair, limit in zip(((client, server), (server, client)), self._limits, strict=True)
-        ]
-        for pump in pumps:
-            pump.start()
-        self._threads += pumps
-
-    def _pump(self, source: socket.socket, target: socket.socket, left: float) -> None:
-        try:
-            while left > 0 and (data := source.recv(int(min(2**16, left)))):
-                target.sendall(data)
-                left -= len(data)
-        except OSError:
-            pass  # the other direction was cut
-        self._break()
-
-    def _break(self) -> None:
-        self._listener.close()
-        for end in self._ends:
-            try:
-                end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
-                end.shutdown(socket.SHUT_RD)  # wakes the other pump
-                end.close()
-            except OSError:
-                pass
-        self.cut.set()
-
-    def close(self) -> None:
-        """Cuts it if it still holds."""
-        # Closing alone would leave the thread in accept.
-        with socket.socket() as knock:
-            knock.settimeout(SOCKET_TIMEOUT_S)
-            knock.connect_ex(("127.0.0.1", int(self.address.rpartition(":")[2])))
-        self._break()
-        for thread in self._threads:
-            thread.join(SOCKET_TIMEOUT_S)
-
-
-@contextmanager
-def cable(
-    running: ServerProcess, up_bytes: float = math.inf, down_bytes: float = math.inf
-) -> Iterator[Cable]:
-    made = Cable(running.address, up_bytes, down_bytes)
-    try:
-        yield made
-    finally:
-        made.close()
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +37,7 @@ def large() -> Sample:
 
 def assert_lost(running: ServerProcess, made: Sample, **cut_after: float) -> None:
     """The client of a connection that is cut after so many bytes learns that it may try again."""
-    with cable(running, **cut_after) as carried:
+    with service_address(running.address, **cut_after) as carried:
         with (
             Client(carried.address, timeout_s=TIMEOUT_S, retry=None) as client,
             pytest.raises(ConnectError) as caught,
@@ -173,7 +91,7 @@ def test_clients_that_vanish_while_their_calls_run(
     everything = sum(frame.ByteSize() for frame in floyd.frames())
     with ExitStack() as stack:
         for _ in range(6):
-            carried = stack.enter_context(cable(victim, up_bytes=everything))
+            carried = stack.enter_context(service_address(victim.address, up_bytes=everything))
             channel = stack.enter_context(grpc.insecure_channel(carried.address))
             stub = backward_pb2_grpc.BackwardServiceStub(channel)
             replies = stub.Execute(floyd.frames(), timeout=TIMEOUT_S)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import select
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from tests.e2e.harness import Wire, eventually, own_threads, workers_of
 from tests.e2e.load import CALL_TIMEOUT_S, ClientLoad, Work, mixed_work
 from tests.fix_server import ServerProcess, run_server
 from tests.operators import FLOYD
+from tests.proofs.proof import told
 from tests.summary import Tally
 
 from npugrad.errors import CircuitOpen, WorkerLost
@@ -49,13 +51,7 @@ def work() -> list[Work]:
 
 @dataclass
 class Service:
-    """One server after another on the same address, each with some CPU devices.
-
-    Attributes:
-        devices: How many.
-        running: The present one.
-        ended: Those before it.
-    """
+    """One server after another on the same address, each with some CPU devices."""
 
     stack: ExitStack
     folder: Path
@@ -91,10 +87,7 @@ class Service:
     def kill_worker(self, load: ClientLoad, *, in_a_call: bool) -> None:
         """SIGKILL for one of the workers; returns when its device is ready again.
 
-        Args:
-            load: Who calls.
-            in_a_call: Whether to make sure that it dies in the middle of a call: it is stopped until a call
-                is stuck in it.
+        To make sure that it dies in the middle of a call, it is stopped until a call is stuck in it.
         """
         restarts = sum(device.restarts for device in self._devices())
         victim = sorted(workers_of(self.running.process.pid))[self.kills % self.devices]
@@ -157,7 +150,7 @@ def test_no_accepted_call_is_lost_or_wrong(
             service.kill_worker(load, in_a_call=kill % 2 == 0)
         load.wait_for_each()
         if round_ == restarts - 1:
-            load.wait(lambda: load.counts.right >= least_calls, f"{least_calls} right answers")
+            load.wait(lambda: len(load.right) >= least_calls, f"{least_calls} right answers")
         service.restart()
     load.wait_for_each()
     load.stop()
@@ -180,50 +173,46 @@ def test_killed_workers_of_four_devices_lose_no_call(
         load.wait_for_each()
         service.kill_worker(load, in_a_call=kill % 2 == 0)
     load.wait_for_each()
-    while load.counts.right < least_calls:
+    while len(load.right) < least_calls:
         load.wait_for_each(100)
     load.stop()
     service.stop()
     _judge(service, load, KILLS, 0, least_calls)
     tally(
         "reliability of four devices",
-        f"{KILLS} workers killed, {load.sent} calls, {load.counts.rerun} run again, "
-        f"{len(load.failed)} lost, {load.counts.wrong} wrong, 0 bytes held",
+        f"{KILLS} workers killed, {load.sent} calls, {load.rerun} run again, "
+        f"{len(load.failed)} lost, {load.sent - len(load.right)} wrong, 0 bytes held",
     )
 
 
 def _judge(service: Service, load: ClientLoad, kills: int, restarts: int, least_calls: int) -> None:
-    counts, lines = load.counts, service.calls()
-    assert not counts.wrong
+    lines, right = service.calls(), load.right
+    assert len(right) == len(load.answers) == load.sent
     assert (service.kills, len(service.ended)) == (kills, restarts + 1)
     answered = [line for line in lines if line["reason"] == "OK"]
     # Whatever the servers admitted they answered, and every one of these answers arrived, and was right.
     assert {line["reason"] for line in lines} <= {"OK", *REFUSED}
-    assert counts.right == len(answered) >= least_calls
-    assert counts.rerun == sum(line["attempts"] > 1 for line in answered) >= kills // 2
+    assert len(right) == len(answered) >= least_calls
+    assert load.rerun == sum(line["attempts"] > 1 for line in answered) >= kills // 2
     assert max(line["attempts"] for line in answered) == 2
-    assert set(counts.by_operator) == set(OPERATORS)
+    assert {answer.operator for answer in right} == set(OPERATORS)
     assert {line["device"] for line in answered} == {f"cpu:{index}" for index in range(service.devices)}
-    assert load.sent == counts.right
 
 
 def _summary(service: Service, load: ClientLoad) -> dict[str, int | str]:
-    counts, lines = load.counts, service.calls()
+    lines = service.calls()
     refused = sum(line["reason"] in REFUSED for line in lines)
     return {
         "1 worker kills": service.kills,
         "2 server restarts": len(service.ended) - 1,
-        "3 calls sent": load.sent + sum(counts.refused.values()),
+        "3 calls sent": load.sent + load.refused.total(),
         "4 accepted": len(lines) - refused,
         "5 answered": sum(line["reason"] == "OK" for line in lines),
-        "6 right": counts.right,
-        "7 retried by the client": ", ".join(
-            f"{n} after {name}" for name, n in sorted(counts.refused.items())
-        )
-        or "0",
-        "8 re-run on another worker": counts.rerun,
-        "9 lost or wrong": len(load.failed) + counts.wrong,
-        "right by operator": ", ".join(f"{name} {n}" for name, n in sorted(counts.by_operator.items())),
+        "6 right": len(load.right),
+        "7 retried by the client": told(load.refused),
+        "8 re-run on another worker": load.rerun,
+        "9 lost or wrong": len(load.failed) + load.sent - len(load.right),
+        "right by operator": told(Counter(answer.operator for answer in load.right)),
     }
 
 
@@ -254,8 +243,8 @@ def test_a_call_that_always_kills_its_worker_fails_alone(
         with pytest.raises(CircuitOpen, match="found 2 workers that died under calls of this signature"):
             doomed.send(client, label="doomed")
         load.wait_for_each()
-    assert (load.failed, load.counts.wrong, load.counts.refused) == ([], 0, {})
-    assert load.counts.rerun == 0, "a call beside the doomed one was hit"
+    assert (load.failed, len(load.right), load.refused) == ([], load.sent, {})
+    assert load.rerun == 0, "a call beside the doomed one was hit"
     lost = [line for line in running.log_lines("call") if line["reason"] == "WORKER_LOST"]
     assert [line["status"] for line in lost] == ["UNAVAILABLE"]
     eventually(
@@ -265,7 +254,7 @@ def test_a_call_that_always_kills_its_worker_fails_alone(
     )
     assert sum(device.restarts for device in running.info().devices) == 2
     tally("reliability: calls that always kill their worker, lost alone", len(lost))
-    tally("reliability: calls beside them, all right", load.counts.right)
+    tally("reliability: calls beside them, all right", len(load.right))
 
 
 def test_workers_and_what_they_started_end_with_their_server(tmp_path: Path) -> None:

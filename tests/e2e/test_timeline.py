@@ -43,12 +43,7 @@ _SIZES = {"n": 4, "c": 64, "hxw": 256, "group": 8}  # 256 KiB: from there on, re
 
 @dataclass
 class Held:
-    """A server of which stages can be held up.
-
-    Attributes:
-        server: The server.
-        file: Says which one.
-    """
+    """A server, and the file that says which of its stages is held up."""
 
     server: ServerProcess
     file: Path

@@ -46,14 +46,9 @@ _FRAME_BYTES = 16384
 
 @dataclass(frozen=True)
 class Attack:
-    """What an attacker sends.
+    """What an attacker sends over each connection after its preface, until it is closed.
 
-    Attributes:
-        name: What tables call it.
-        blocks: What a connection sends after its preface, until it is closed.
-        reads: Whether the attacker reads what it is sent.
-        connections: How many at once.
-        hold_s: How long a connection stays when its blocks are sent; None for as long as it may.
+    A connection stays for `hold_s` when its blocks are sent; None is for as long as it may.
     """
 
     name: str
@@ -158,12 +153,7 @@ ATTACKS = (
 
 
 class Flood:
-    """Attackers in threads, for a block; a connection that is closed is opened again.
-
-    Attributes:
-        connections: How many were opened.
-        sent_bytes: What was sent over all of them.
-    """
+    """Attackers in threads, for a block; a connection that is closed is opened again."""
 
     def __init__(self, attack: Attack, address: str) -> None:
         host, _, port = address.rpartition(":")

@@ -106,14 +106,7 @@ def reason_of(error: Exception) -> str:
 
 
 class Ended(NamedTuple):
-    """A call that has ended.
-
-    Attributes:
-        begin_s: When it was sent, by `time.monotonic()`.
-        end_s: When it ended.
-        told: What it failed with; empty if it was answered right.
-        answer: What it was answered.
-    """
+    """A call that has ended: when, by `time.monotonic()`, and what it failed with, or its answer."""
 
     begin_s: float
     end_s: float
@@ -122,11 +115,7 @@ class Ended(NamedTuple):
 
 
 class Load:
-    """Callers in threads, each of which calls again when it has its answer, but not at once.
-
-    Attributes:
-        ended: The calls that have ended, in that order.
-    """
+    """Callers in threads, each of which calls again when it has its answer, but not at once."""
 
     def __init__(
         self, *calls: Call, callers: int = CALLERS, pace_s: float = PACE_S, refused_pause_s: float = 0.0
@@ -187,11 +176,7 @@ class Load:
             return bool(self._changed.wait_for(reached, timeout_s))
 
     def wait_for(self, calls: int, timeout_s: float = 300.0) -> None:
-        """Waits until so many calls have ended.
-
-        Raises:
-            TimeoutError: They have not in time.
-        """
+        """Waits until so many calls have ended; raises TimeoutError if they have not in time."""
         if not self.wait(lambda: self.calls >= calls, timeout_s):
             raise TimeoutError(f"found {self.calls} calls after {timeout_s:g} s; expected {calls}")
 

@@ -38,13 +38,7 @@ _NEVER_S = 3600.0
 
 
 class Watch(PoolObserver):
-    """Counts what canaries found.
-
-    Attributes:
-        canaries: How many, by result.
-        states: Those that each device was in.
-        changed: Set at every event.
-    """
+    """Counts canaries by result, and keeps the states that each device was in."""
 
     def __init__(self) -> None:
         """Has seen nothing."""
@@ -71,14 +65,9 @@ class Watch(PoolObserver):
 class Found:
     """What came of it.
 
-    Attributes:
-        devices: Devices that computed wrongly.
-        missed: Those that were not quarantined.
-        served: How many were ready before they were found, as they grew wrong later.
-        right: Canaries of devices that are right.
-        alarms: Those that were said to be wrong.
-        errors: Those that failed.
-        lost: Right devices that were quarantined.
+    Of the devices that compute wrongly `served` were ready before they were found, and `missed` were not
+    found. `alarms` are canaries of right devices that were said to be wrong; `lost` are right devices in
+    quarantine.
     """
 
     devices: int

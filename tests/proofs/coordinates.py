@@ -41,33 +41,8 @@ LEVELS = {
 }
 """Levels of them, with the flags of a processor that each needs."""
 PADDINGS = ("zeros", "border", "reflection")
-SIZES = (
-    1,
-    2,
-    3,
-    4,
-    5,
-    7,
-    14,
-    16,
-    31,
-    32,
-    37,
-    49,
-    64,
-    77,
-    100,
-    127,
-    128,
-    199,
-    256,
-    257,
-    320,
-    512,
-    777,
-    1000,
-    1024,
-)
+_SIZES = "1 2 3 4 5 7 14 16 31 32 37 49 64 77 100 127 128 199 256 257 320 512 777 1000 1024"
+SIZES = tuple(map(int, _SIZES.split()))
 """Pixels of an axis; every sum stays exact in float32."""
 _BLOCK = 1 << 16
 

@@ -29,12 +29,7 @@ MOST_GROWTH_MIB = 256.0
 
 @dataclass(frozen=True)
 class FloodSize:
-    """How much of it.
-
-    Attributes:
-        calls: Calls of the neighbour at least.
-        seconds: How long the flood lasts at least.
-    """
+    """Calls of the neighbour, and seconds that the flood lasts, at least."""
 
     calls: int = 400
     seconds: float = 10.0
@@ -42,16 +37,7 @@ class FloodSize:
 
 @dataclass(frozen=True)
 class FloodRow:
-    """What the neighbour noticed of one attack.
-
-    Attributes:
-        path: Past the gateway or through it.
-        load: The neighbour's calls meanwhile.
-        server_mib: What the front process had grown by at most.
-        gateway_mib: What the gateway had.
-        connections: Those of the attackers.
-        sent_mib: What they sent.
-    """
+    """What a neighbour noticed of an attack, past the gateway or through it, and what that cost."""
 
     path: str
     load: Load

@@ -49,16 +49,8 @@ _FRAME_BYTES = 16_000
 class Row:
     """What an attack did.
 
-    Attributes:
-        name: The attack.
-        limit_bytes: `front_memory_bytes`.
-        calls: How many calls it made.
-        refused: Those that found no room, or were refused otherwise.
-        grown_bytes: How much more memory the front process had, at most.
-        shown_bytes: The most that the metrics said.
-        gone_s: Seconds until it had all given back; None if it did not within `GONE_S` and some.
-        left_bytes: How much more memory it has then, which is free: malloc keeps it for what comes next.
-        neighbour: Calls of a neighbour meanwhile.
+    The front process had grown by so much at most, and its metrics said so much at most. It had given all
+    back after `gone_s`, or not within `GONE_S` and some; what is left is free: malloc keeps it.
     """
 
     name: str
@@ -117,12 +109,7 @@ class Unread:
 
 
 class Watch:
-    """Looks at a server for a block.
-
-    Attributes:
-        grown_bytes: How much more memory it had, at most.
-        shown_bytes: The most that its metrics said.
-    """
+    """Looks for a block how much more memory a server has, and what its metrics say, at most."""
 
     def __init__(self, running: ServerProcess) -> None:
         self._running, self._stop = running, threading.Event()
@@ -254,15 +241,7 @@ FLAGS = ("--metrics-listen", "127.0.0.1:0")
 class FrontSize:
     """How much of everything; the defaults are those of `make prove-front-memory`.
 
-    Attributes:
-        memory: `front_memory_bytes`.
-        calls: Unread replies of one message.
-        gzips: Compressed messages.
-        inflated_bytes: What each becomes.
-        streams: Unread replies of one chunk on its way and one to come.
-        big_memory: `front_memory_bytes` where big replies are asked for.
-        big_bytes: Size of a big reply.
-        more: Further flags.
+    `memory` and `big_memory` are `front_memory_bytes`, the latter where big replies are asked for.
     """
 
     memory: str = "256MiB"

@@ -37,13 +37,7 @@ LARGE_STREAM_HXW = 700_000
 
 @dataclass(frozen=True)
 class GatewaySize:
-    """How much of it.
-
-    Attributes:
-        large_calls: Large calls of each kind.
-        long_s: How long the long calls take.
-        rollout: Calls while a server ends, and how it does.
-    """
+    """How many large calls of each kind, how long the long ones take, and calls while a server ends."""
 
     large_calls: int = 4
     long_s: float = 70.0
@@ -52,14 +46,7 @@ class GatewaySize:
 
 @dataclass(frozen=True)
 class GatewayRow:
-    """What became of calls of one kind.
-
-    Attributes:
-        what: Calls of which kind.
-        calls: Calls made.
-        failed: Failures by what they say.
-        longest_s: The longest call.
-    """
+    """What became of calls of one kind; failures by what they say."""
 
     what: str
     calls: int

@@ -121,13 +121,7 @@ CASES: dict[str, Act] = {
 
 @dataclass(frozen=True)
 class LoopRow:
-    """The longest callback of a case.
-
-    Attributes:
-        name: What callers did.
-        seconds: Of its thread's time.
-        what: Which it was.
-    """
+    """The longest callback of a case, in seconds of its thread's time."""
 
     name: str
     seconds: float
@@ -147,13 +141,7 @@ def timed_server(folder: Path, nbytes: int) -> Iterator[ServerProcess]:
 
 
 def rows(server: ServerProcess, nbytes: int, names: Iterable[str] = CASES) -> Iterator[LoopRow]:
-    """Cases, one after the other.
-
-    Args:
-        server: From `timed_server`.
-        nbytes: Of streamed operands and results.
-        names: Which.
-    """
+    """Cases, one after the other, of streams of so many bytes."""
     _longest(server, 1)  # that of the start
     for number, name in enumerate(names, 2):
         CASES[name](server, nbytes)

@@ -73,11 +73,7 @@ def quick_rules() -> str:
 
 @dataclass
 class Inbox:
-    """What came through Alertmanager.
-
-    Attributes:
-        told: Name of an alert and whether it fires, in the order in which they came.
-    """
+    """What came through Alertmanager: names of alerts and whether they fire, in their order."""
 
     told: list[tuple[str, bool]] = field(default_factory=list)
 
@@ -156,11 +152,7 @@ def prometheus(folder: Path, target: str, webhook: str) -> Iterator[str]:
 
 
 class Site:
-    """A server to whom things happen.
-
-    Attributes:
-        running: The server.
-    """
+    """A server to whom things happen."""
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         """Starts it with a certificate that soon expires."""
@@ -245,11 +237,7 @@ def expressions() -> list[str]:
 
 
 def ask(address: str, query: str) -> list[Any]:
-    """The series that a query has now.
-
-    Raises:
-        HTTPError: It is none.
-    """
+    """The series that a query has now; raises HTTPError if it is none."""
     url = f"http://{address}/api/v1/query?{urllib.parse.urlencode({'query': query})}"
     with urllib.request.urlopen(url, timeout=_REQUEST_S) as answer:
         result: list[Any] = json.loads(answer.read())["data"]["result"]
@@ -258,14 +246,7 @@ def ask(address: str, query: str) -> list[Any]:
 
 @dataclass
 class Watched:
-    """What came of it.
-
-    Attributes:
-        fired: Alerts that reached the webhook firing.
-        resolved: Those that reached it resolved after that.
-        queries: Queries of the dashboard.
-        empty: Those that returned no series.
-    """
+    """Alerts that reached the webhook firing, and resolved after that; dashboard queries without series."""
 
     fired: list[str]
     resolved: list[str]
@@ -286,11 +267,7 @@ class Watched:
 
 
 def watched(folder: Path) -> Watched:
-    """Brings the faults about and asks the queries.
-
-    Args:
-        folder: For logs and data.
-    """
+    """Brings the faults about and asks the queries; the folder is for logs and data."""
     inbox, done = Inbox(), list[str]()
     with ExitStack() as stack:
         webhook = stack.enter_context(inbox.listen())

@@ -57,12 +57,7 @@ _ROUND, _MOST_BYTES = 20_000, MAX_CALL_BYTES // 2
 
 @dataclass(frozen=True)
 class Parts:
-    """A request, taken apart.
-
-    Attributes:
-        record: Its operator.
-        fields: The bytes of each of its fields, by name.
-    """
+    """A request, taken apart into the bytes of each of its fields."""
 
     record: OpRecord
     fields: dict[str, bytes]
@@ -70,15 +65,7 @@ class Parts:
 
 @dataclass
 class Tried:
-    """What came of it.
-
-    Attributes:
-        sent: Messages that had an answer, by way.
-        statuses: Their statuses.
-        operators: Their operators.
-        judged: How many of them were compared with what is right.
-        failure: What was wrong; empty when nothing was.
-    """
+    """Messages that had an answer, by way, status and operator; how many were compared; what was wrong."""
 
     sent: Counter[str] = field(default_factory=Counter)
     statuses: Counter[str] = field(default_factory=Counter)
@@ -91,12 +78,7 @@ class Tried:
 
 
 def corpus(count: int, seed_: int = 0) -> dict[str, list[Parts]]:
-    """Good requests of every operator, and damaged ones, by operator.
-
-    Args:
-        count: How many are drawn.
-        seed_: Of the drawing.
-    """
+    """Good requests of every operator, and so many damaged ones, by operator."""
     found: dict[str, list[Parts]] = {}
     for made in BASES[REGISTRY]:
         found[made.record.name] = [_parts(made.record, good(made))]
@@ -234,12 +216,7 @@ def _good_frames(made: Sample) -> list[bytes]:
 def tried(count: int, running: ServerProcess, *, judged: int, seed_: int = 0, drawn: int = 1500) -> Tried:
     """Sends so many messages to a server and looks at it after every 20,000.
 
-    Args:
-        count: How many.
-        running: The server.
-        judged: One in so many is compared with what is right.
-        seed_: Of all that is drawn.
-        drawn: How many damaged requests messages are made of.
+    One in `judged` is compared with what is right; messages are made of `drawn` damaged requests.
     """
     result, mutator = Tried(), Mutator(corpus(drawn, seed_), seed_)
     known: dict[int, tuple[str, OpRecord]] = {}

@@ -55,13 +55,10 @@ _ARGUMENTS = arguments()
 
 @dataclass
 class Caller:
-    """A tenant that sends whether it is answered or not.
+    """A tenant that sends whether it is answered or not, and tries once.
 
-    Attributes:
-        name: Of the tenant.
-        client: With its certificate; it tries once.
-        calls: When each was sent, when it ended, by `time.monotonic()`, and how: ``"OK"``, ``"late start"``
-            for one that was let in and refused when its turn came, or a reason.
+    Of each call it keeps when it was sent and ended, by `time.monotonic()`, and how: ``"OK"``, ``"late
+    start"`` for one that was let in and refused when its turn came, or a reason.
     """
 
     name: str
@@ -89,16 +86,10 @@ class Caller:
 
 @dataclass(frozen=True)
 class Overload:
-    """What came of it.
+    """What came of it; `capacity`, `sent` and `throughput` are a second.
 
-    Attributes:
-        capacity: Answers a second when each device always has a call waiting, before and after.
-        sent: Calls a second.
-        throughput: Answers a second under the overload.
-        answered: By tenant.
-        told: What the calls came to.
-        launches: Calls handed to devices, from the first on.
-        late_launches: Those of them that nobody had in time.
+    The capacity is that of devices which always have a call waiting, before and after. Late launches are
+    calls handed to devices that nobody had in time.
     """
 
     capacity: float
@@ -148,13 +139,7 @@ class Overload:
 
 @dataclass(frozen=True)
 class Refusals:
-    """How long callers waited for a refusal, sorted, in seconds.
-
-    Attributes:
-        ordinary: Of calls that break a constraint.
-        infeasible: Of calls whose deadlines cannot be met.
-        told: What these were told.
-    """
+    """How long callers waited for a refusal, sorted, in seconds, and what infeasible calls were told."""
 
     ordinary: Sequence[float]
     infeasible: Sequence[float]

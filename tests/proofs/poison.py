@@ -44,16 +44,9 @@ def first_from_each(neighbour: Load, since_s: float) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Poisoning:
-    """What came of it.
+    """What came of it; `alone` and `beside` are the neighbour's answers a second.
 
-    Attributes:
-        way: How calls killed their workers.
-        told: What their caller was told, by reason.
-        deaths: Workers that died.
-        alone: The neighbour's answers a second, alone.
-        beside: The same, beside that caller.
-        failed: The neighbour's calls without an answer, by what they say.
-        recovery_s: Seconds from its last call until both devices had answered the neighbour.
+    Both devices had answered the neighbour `recovery_s` after the last call of the caller that kills.
     """
 
     way: str

@@ -14,13 +14,10 @@ MIB = 2**20
 
 
 def run(prove: Callable[[Any, Path], bool], text: str | None, **options: tuple[Any, str]) -> NoReturn:
-    """Runs a proof as a command; its exit code is 0 if all was as it must be.
+    """Runs a proof as a command, with a folder for its files; its exit code is 0 if all was as it must be.
 
-    Args:
-        prove: Takes the options and a folder for its files; says whether all was as it must be.
-        text: What the command says of itself.
-        options: By name the default and what it is. One whose default are several has some of them for its
-            value, all by default.
+    Options are given by name, with the default and what they are. One whose default are several has some of
+    them for its value, all by default.
     """
     parser = argparse.ArgumentParser(
         description=text, formatter_class=argparse.RawDescriptionHelpFormatter, prog=sys.argv[0]

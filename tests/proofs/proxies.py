@@ -78,15 +78,9 @@ def _address(text: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Proxy:
-    """One kind of gateway.
+    """One kind of gateway: its program and how to get it, and its settings as they are shipped.
 
-    Attributes:
-        name: What tables call it.
-        program: Its executable.
-        source: How to get it.
-        file: Its settings as they are shipped.
-        settings: Them with addresses: from their text, a listen address, servers and a folder for files.
-        flags: Arguments before the file's name.
+    `settings` puts addresses into their text: where to listen, the servers, and a folder for files.
     """
 
     name: str

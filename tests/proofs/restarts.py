@@ -37,12 +37,7 @@ _HXW = {UNARY: 64, STREAMED: 5_000}
 
 @dataclass(frozen=True)
 class Restarted:
-    """What became of the calls.
-
-    Attributes:
-        restarts: Restarts of both servers together.
-        loads: Callers by route, client and way.
-    """
+    """What became of the calls of each route, client and way."""
 
     restarts: int
     loads: Mapping[str, Load]
@@ -113,12 +108,8 @@ def _wait(loads: Iterable[Load], calls: int) -> None:
 def prove(folder: Path, restarts: int, calls: int, held_s: float, pace_s: float = PACE_S) -> Restarted:
     """Restarts two servers in turn, under load.
 
-    Args:
-        folder: For the servers' logs.
-        restarts: How many, of both servers together.
-        calls: The least number of calls of each of the 8 callers between two restarts.
-        held_s: Seconds for which a call holds each server that is to end.
-        pace_s: Seconds from one call of a caller to its next at least.
+    Each of the 8 callers makes so many calls between two restarts at least; a call holds each server that is
+    to end for so long.
     """
     loads: dict[str, Load] = {}
     with ExitStack() as stack:

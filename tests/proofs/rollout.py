@@ -37,12 +37,8 @@ EXPLAINED = {
 class Size:
     """How much of it.
 
-    Attributes:
-        calls: Calls of a row at least.
-        held_s: How long the call is held that the ending server has accepted.
-        drain_delay_s: What the servers are started with.
-        left_alone_s: How long calls go on once one of them has gone.
-        endpoint_lag_s: How long new connections still go to a server that is about to end.
+    A call that the ending server has accepted is held for `held_s`; calls go on for `left_alone_s` once it
+    has gone, and new connections still go to it for `endpoint_lag_s` while it is about to end.
     """
 
     calls: int = 2000
@@ -57,11 +53,9 @@ class Size:
 
 @dataclass(frozen=True)
 class Entry:
-    """Where callers call.
+    """Where callers call: one address, or several for callers that choose themselves.
 
-    Attributes:
-        targets: One address, or several for callers that choose themselves.
-        front: What carries connections, where it has to be told of servers that end.
+    `front` carries connections, where it has to be told of servers that end.
     """
 
     targets: tuple[str, ...]
@@ -70,13 +64,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Way:
-    """A way from callers to servers.
-
-    Attributes:
-        name: What the table calls it.
-        missing: What is to be installed for it; empty where it can be taken.
-        entered: The entry in front of running servers, in a folder.
-    """
+    """A way from callers to servers: its name, what is to be installed for it, and how it is entered."""
 
     name: str
     missing: Callable[[], str]
@@ -118,15 +106,7 @@ PATHS = (
 
 @dataclass(frozen=True)
 class Row:
-    """What one way of calling lost.
-
-    Attributes:
-        path: Along which path.
-        caller: By which caller.
-        load: Its calls.
-        held: What became of the call that the ending server had accepted.
-        status: Exit status of that server.
-    """
+    """What one way of calling lost, what became of the held call, and how the server ended."""
 
     path: str
     caller: str

@@ -46,13 +46,7 @@ class Secret:
     """A mounted Secret: files that are links through ``..data`` into a folder of one version."""
 
     def __init__(self, folder: Path, issuer: trustme.CA, trusted: trustme.CA) -> None:
-        """Writes the first version.
-
-        Args:
-            folder: Where it is mounted.
-            issuer: Authority of its certificate.
-            trusted: The authority in it.
-        """
+        """Writes the first version: a certificate of the issuer, and the authority that is trusted."""
         self._folder, self._issuer, self._trusted = folder, issuer, trusted
         self._count, self.serials = 0, list[int]()
         self.written_s: list[float] = []
@@ -98,16 +92,9 @@ class Secret:
 
 @dataclass
 class Rotation:
-    """What came of it.
+    """What came of it: good callers, tries of bad ones and those that were let in.
 
-    Attributes:
-        loads: Callers that must be let in, by client.
-        tries: Bad calls, by what is wrong with them.
-        admitted: Those that were answered.
-        swap_count: Renewals, of both sides.
-        shown_count: Different certificates that the server was seen with.
-        lag_s: The longest that it showed a certificate whose successor was written.
-        is_last_shown: Whether it showed the last one in the end.
+    `lag_s` is the longest for which a certificate was shown whose successor was written.
     """
 
     loads: dict[str, Load] = field(default_factory=dict)

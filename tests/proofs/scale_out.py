@@ -27,15 +27,7 @@ _FIRST, _SECOND = "127.0.0.1", "127.0.0.2"
 
 @dataclass(frozen=True)
 class Found:
-    """What one run counted.
-
-    Attributes:
-        age_s: The age limit of connections.
-        share: The new server's share of the calls of the last second that was looked at.
-        after_s: Seconds from the age limit until its share was large enough; more than `WITHIN_S` if never.
-        calls: All calls.
-        failed: Those that failed or had a wrong result.
-    """
+    """The new server's share of the calls, and after which time from the age limit it was large enough."""
 
     age_s: float
     share: float
@@ -57,11 +49,7 @@ class Found:
 
 
 class _Names(BaseResolver):  # type: ignore[misc]
-    """Answers every name with the same addresses.
-
-    Attributes:
-        addresses: They may be replaced at any time.
-    """
+    """Answers every name with the same addresses, which may be replaced at any time."""
 
     def __init__(self, *addresses: str) -> None:
         self.addresses = addresses

@@ -48,11 +48,7 @@ class Missing(Exception):
 
 
 def unpacked(folder: Path) -> Path:
-    """Writes the earlier version's packages into a folder.
-
-    Raises:
-        Missing: There is no git, or the clone does not go back so far.
-    """
+    """Writes the earlier version's packages into a folder; raises Missing if it is not to be had."""
     try:
         done = subprocess.run(
             ["git", "archive", EARLIER, "protos", "server", "client"],
@@ -127,15 +123,7 @@ def records(earlier: Path) -> list[OpRecord]:
 
 @dataclass
 class Row:
-    """What became of an operator's calls.
-
-    Attributes:
-        direction: Who called whom.
-        operator: Name of the operator.
-        dtypes: Types of the first operand.
-        right: Calls that were answered rightly, by way.
-        failed: What came of those that were not, by way.
-    """
+    """What became of an operator's calls, by way."""
 
     direction: str
     operator: str
@@ -164,15 +152,7 @@ class Row:
 
 
 def tried(folder: Path, step: int = 1) -> Iterator[Row]:
-    """Has each version's client call the other's server.
-
-    Args:
-        folder: For the earlier version and the logs.
-        step: Which calls: every one, or one in so many.
-
-    Raises:
-        Missing: The earlier version is not to be had here.
-    """
+    """Has each version's client call the other's server, with one call in `step`; raises Missing."""
     earlier = unpacked(folder / "earlier")
     cases = [case for record in records(earlier) for case in cases_of(record, step)]
     calls = [case.asked for case in cases]

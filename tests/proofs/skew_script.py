@@ -18,16 +18,7 @@ _TIMEOUT_S = 60.0
 
 @dataclass(frozen=True)
 class Asked:
-    """A call, in arrays and plain values, but for its metas.
-
-    Attributes:
-        operator: Name of the operator.
-        arrays: Operands by name, None for null.
-        attrs: Attributes by name.
-        metas: Metas of the operands.
-        declared: Metas of the outputs that the caller declares.
-        outputs: Names of the outputs.
-    """
+    """A call, in arrays and plain values but for its metas; `declared` are those of outputs."""
 
     operator: str
     arrays: Mapping[str, Any]
@@ -39,13 +30,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Answered:
-    """What came of a call: results by name, or what the client raised.
-
-    Attributes:
-        unary: As one message.
-        streamed: As a stream.
-        status: What the server says of the call when it is asked to validate it; 0 for legal.
-    """
+    """What came of a call in each way: results by name, a status that is 0 if legal, or what was raised."""
 
     unary: Mapping[str, Any] | str
     streamed: Mapping[str, Any] | str

@@ -54,11 +54,7 @@ _CONNECTIONS, _LOOK_S = 2, 0.1
 
 
 class SlowUploads:
-    """Uploads over two connections, which send a byte now and then; those that are ended are opened again.
-
-    Attributes:
-        ended: How many were ended by the server.
-    """
+    """Uploads over two connections, which send a byte now and then; those that are ended are opened again."""
 
     def __init__(self, address: str, streams: int, byte_each_s: float) -> None:
         host, _, port = address.rpartition(":")
@@ -169,14 +165,7 @@ def figures(load: Load) -> str:
 
 @dataclass(frozen=True)
 class SlowStreams:
-    """What came of it.
-
-    Attributes:
-        alone: The neighbour's calls before.
-        beside: Those beside the slow streams.
-        ended: Uploads that the server ended meanwhile.
-        held: What the server said of them when all were there: queue places and operand bytes.
-    """
+    """The neighbour's calls alone and beside; queue places and operand bytes that the slow ones held."""
 
     alone: Load
     beside: Load
@@ -202,14 +191,7 @@ class SlowStreams:
 
 
 def prove(server: ServerProcess, byte_each_s: float, seconds: tuple[float, float], least: int) -> SlowStreams:
-    """Has a neighbour call alone and then beside slow streams.
-
-    Args:
-        server: From `slow_server`.
-        byte_each_s: How often an upload sends a byte.
-        seconds: How long it calls, alone and beside.
-        least: Calls of the neighbour at least, each time.
-    """
+    """Has a neighbour call alone and then beside slow streams, so many times and seconds each at least."""
     with plain([server.address]) as call:
         call()
         alone = made(call, seconds[0], least)

@@ -49,14 +49,8 @@ _DAMAGED = 50
 class Soaked:
     """What came of it.
 
-    Attributes:
-        right: Good calls with right results.
-        wrong: Those with wrong ones.
-        told: Errors that good calls had, by reason: some had two workers killed, which opens a circuit.
-        faults: How often each was made.
-        resident_mib: Median of each quarter of what the front process had.
-        quiet: Descriptors and threads after each quarter, when nobody called.
-        failed: What else went wrong.
+    `told` are errors of good calls: some had two workers killed, which opens a circuit. `resident_mib` is the
+    median of each quarter; `quiet` are descriptors and threads after it, when nobody called.
     """
 
     right: int = 0
@@ -259,14 +253,7 @@ def _quiet(running: ServerProcess) -> tuple[int, int]:
 
 
 def soak(seconds: float, folder: Path, work: list[Work], seed: int = 0) -> Soaked:
-    """Load and faults on a server of its own.
-
-    Args:
-        seconds: How long, quiet times aside.
-        folder: For its log.
-        work: The good calls.
-        seed: Of what is drawn.
-    """
+    """Load and faults on a server of its own for so long, quiet times aside."""
     found = Soaked()
     with ExitStack() as stack:
         running = stack.enter_context(run_server(folder / "server.log", *_FLAGS, devices=_DEVICES))

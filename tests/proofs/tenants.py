@@ -66,13 +66,7 @@ def callers(stack: ExitStack, address: str, tls: Tls, *, way: str = "") -> Load:
 
 @dataclass(frozen=True)
 class Sharing:
-    """What came of it.
-
-    Attributes:
-        way: How the hog asks for more.
-        hog: What the hog was told, by reason.
-        other: What the other caller was told.
-    """
+    """What both callers were told, by reason."""
 
     way: str
     hog: Counter[str]

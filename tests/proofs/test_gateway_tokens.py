@@ -44,11 +44,7 @@ def _text(data: bytes) -> str:
 
 
 class Issuer:
-    """Signs tokens with a key of its own.
-
-    Attributes:
-        keys: The key that verifies them, as JWKS.
-    """
+    """Signs tokens with a key of its own, which `keys` verify as JWKS."""
 
     def __init__(self) -> None:
         self._key = ec.generate_private_key(ec.SECP256R1())
