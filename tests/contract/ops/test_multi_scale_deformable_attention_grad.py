@@ -24,8 +24,6 @@ from npugrad.releases import CannRelease
 from npugrad.validation import error_from_verdict, validate_call
 
 DEFAULT = Changes(RECORD, build())
-DECLARED = {"grad_value": TensorMeta("float32", (2, 16, 2, 8))}
-NARROW = Changes(RECORD, build(dtype="bfloat16", index_dtype="int32"))
 
 
 def levels(*rows: tuple[int, int, int], keys: int = 16, dtype: Any = np.int64) -> dict[str, Any]:
@@ -63,29 +61,25 @@ def test_both_example_programs_are_legal_and_send_one_shape_to_the_device(shape:
     assert view(meta(*shape)) == (1, 32, 8)
 
 
-@pytest.mark.parametrize(
-    ("changes", "change", "expected"),
-    [
-        (DEFAULT, {"grad_output": meta(2, 3, 15)}, ["grad_output.channels"]),
-        (DEFAULT, {"grad_output": meta(2, 3, 8)}, ["grad_output.channels"]),
-        (DEFAULT, {"grad_output": meta(2, 3, 1, 16)}, ["grad_output.channels"]),
-        (DEFAULT, {"grad_output": meta(2, 3, 8, 2)}, ["grad_output.channels"]),
-        (DEFAULT, {"grad_output": meta(2, 4, 16)}, ["grad_output.num_queries"]),
-        (DEFAULT, {"grad_output": meta(1, 3, 2, 8)}, ["grad_output.bs"]),
-        (DEFAULT, {"grad_output": meta(6, 16)}, ["grad_output.rank"]),
-        (DEFAULT, {"grad_output": meta(2, 3, 2, 8, 1)}, ["grad_output.rank"]),
-        # Float types are the same, index types may differ.
-        (NARROW, {"attn_weight": meta(2, 3, 2, 2, 2, dtype="float16")}, ["attn_weight.same_dtype"]),
-        (NARROW, DECLARED, ["grad_value.same_dtype"]),
-        (NARROW, {"spatial_shape": meta(2, 2, dtype="int64")}, []),
-        (NARROW, {"spatial_shape": meta(2, 2, dtype="uint32")}, ["spatial_shape.dtype"]),
-    ],
-    ids=str,
-)
-def test_other_shapes_and_types_are_refused(
-    changes: Changes, change: dict[str, Any], expected: list[str]
-) -> None:
-    assert changes.found(change) == (PARAM_INVALID if expected else 0, expected)
+def test_other_shapes_and_types_are_refused() -> None:
+    shapes = {
+        "grad_output.channels": [(2, 3, 15), (2, 3, 8), (2, 3, 1, 16), (2, 3, 8, 2)],
+        "grad_output.num_queries": [(2, 4, 16)],
+        "grad_output.bs": [(1, 3, 2, 8)],
+        "grad_output.rank": [(6, 16), (2, 3, 2, 8, 1)],
+    }
+    for name, shape in ((name, shape) for name, wrong in shapes.items() for shape in wrong):
+        assert DEFAULT.found({"grad_output": meta(*shape)}) == (PARAM_INVALID, [name]), shape
+    # Float types are the same, index types may differ.
+    narrow = Changes(RECORD, build(dtype="bfloat16", index_dtype="int32"))
+    types: list[tuple[dict[str, Any], list[str]]] = [
+        ({"attn_weight": meta(2, 3, 2, 2, 2, dtype="float16")}, ["attn_weight.same_dtype"]),
+        ({"grad_value": meta(2, 16, 2, 8)}, ["grad_value.same_dtype"]),
+        ({"spatial_shape": meta(2, 2, dtype="int64")}, []),
+        ({"spatial_shape": meta(2, 2, dtype="uint32")}, ["spatial_shape.dtype"]),
+    ]
+    for change, expected in types:
+        assert narrow.found(change) == (PARAM_INVALID if expected else 0, expected), change
 
 
 @pytest.mark.parametrize("rank", [3, 4])
