@@ -11,6 +11,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
+from npugrad.meta import TensorMeta
+
 Tensor = Mapping[str, Any]
 Plan = Mapping[str, Any]
 
@@ -23,19 +27,12 @@ _MOST_GAPS = 2
 
 @dataclass(frozen=True)
 class Difference:
-    """One thing that the sides handed down differently.
-
-    Attributes:
-        argument: Name in the C signature, and field of a tensor.
-        ours: What the service handed down.
-        theirs: What torch_npu handed down.
-        excuse: Key of `DOCUMENTED`; empty when there is none.
-    """
+    """One thing that the sides handed down differently."""
 
     argument: str
     ours: Any
     theirs: Any
-    excuse: str = ""
+    excuse: str = ""  # a key of `DOCUMENTED`
 
     def __str__(self) -> str:
         """For a person."""
@@ -44,36 +41,24 @@ class Difference:
 
 @dataclass(frozen=True)
 class Documented:
-    """A difference that is meant to be.
-
-    Attributes:
-        field: Field of a tensor argument.
-        reason: Why it is there, and why it does no harm.
-        holds: Whether the two tensors differ in this way and no other.
-    """
+    """A difference that is meant to be."""
 
     field: str
     reason: str
     holds: Callable[[Tensor, Tensor], bool]
 
 
+def _meta(tensor: Tensor) -> TensorMeta:
+    return TensorMeta("uint8", tensor["shape"], strides=tensor["strides"])
+
+
 def _is_contiguous(tensor: Tensor) -> bool:
-    if 0 in tensor["shape"]:
-        return True
-    step = 1
-    for size, stride in zip(reversed(tensor["shape"]), reversed(tensor["strides"]), strict=True):
-        if size > 1 and stride != step:
-            return False
-        step *= size
-    return True
+    return _meta(tensor).is_contiguous
 
 
 def _span(tensor: Tensor) -> int:
     """Elements from the first to the last."""
-    if 0 in tensor["shape"]:
-        return 0
-    steps = zip(tensor["shape"], tensor["strides"], strict=True)
-    return 1 + sum(int((size - 1) * step) for size, step in steps)
+    return _meta(tensor).content_bytes
 
 
 def _is_same_walk(ours: Tensor, theirs: Tensor) -> bool:
@@ -173,11 +158,7 @@ def _excuse(field: str, ours: Tensor, theirs: Tensor) -> str:
     return next((key for key in found if DOCUMENTED[key].holds(ours, theirs)), "")
 
 
-def elements(shape: Sequence[int], strides: Sequence[int]) -> Iterator[int]:
+def elements(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
     """Where each element lies, in row-major order, counted in elements from the first."""
-    if not shape:
-        yield 0
-        return
-    for index in range(shape[0]):
-        for rest in elements(shape[1:], strides[1:]):
-            yield index * strides[0] + rest
+    indices = np.indices(shape).reshape(len(shape), math.prod(shape))
+    return [int(place) for place in np.array(strides, np.int64) @ indices] if shape else [0]

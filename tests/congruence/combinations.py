@@ -22,13 +22,7 @@ Sizes = Mapping[str, Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Combination:
-    """One call, the same for both sides.
-
-    Attributes:
-        name: What is particular about it.
-        call: Metas and attributes.
-        deterministic: Whether the deterministic option is on.
-    """
+    """One call, the same for both sides."""
 
     name: str
     call: CallMeta
@@ -37,13 +31,7 @@ class Combination:
 
 @dataclass(frozen=True)
 class Layout:
-    """How operands of a call lie in memory.
-
-    Attributes:
-        strides: Strides and storage offset by operand, in elements.
-        sizes: Of the call.
-        shapes: Shapes by operand, where they are not those of the call.
-    """
+    """How operands lie in memory: strides and storage offset in elements; sizes of the call, other shapes."""
 
     strides: Mapping[str, tuple[tuple[int, ...], int]]
     sizes: Mapping[str, Any] | None = None

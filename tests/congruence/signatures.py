@@ -41,12 +41,7 @@ aclnnGridSampler3DBackwardGetWorkspaceSize(
 
 @dataclass(frozen=True)
 class CParameter:
-    """One parameter.
-
-    Attributes:
-        name: As in the document.
-        type: C type without const: aclTensor*, aclBoolArray*, int64_t, bool, double.
-    """
+    """One parameter."""
 
     name: str
     type: str

@@ -136,9 +136,10 @@ def _wanted(index: int, call: CallMeta) -> bool:
     return mask is not None and len(mask) == 2 and mask[index]
 
 
-def _rule(name: str, text: str, check: Any, violate: Any, *requires: str) -> Constraint:
+def _rule(name: str, check: Any, violate: Any, *requires: str) -> Constraint:
     operand, _, _ = name.partition(".")
-    return invalid(name, text, (_CITE.parameter(operand),), (operand,), check, violate, requires=requires)
+    cited = (_CITE.parameter(operand),)
+    return invalid(name, f"{name} holds.", cited, (operand,), check, violate, requires=requires)
 
 
 def _sizes_fit(call: CallMeta) -> Finding | None:
@@ -169,20 +170,17 @@ _CONSTRAINTS = (
     output_not_null("seen", "seen is not null.", (_CITE.code(PARAM_NULLPTR),), partial(_wanted, 1)),
     _rule(
         "input.dtype",
-        "The types of input.",
         dtype_supported("input", _DTYPES),
         lambda call: call.with_inputs(input=TensorMeta("int32", call.tensor("input").shape)),
         "input.not_null",
     ),
     _rule(
         "count.positive",
-        "count is above 0.",
         lambda call: None if call.integer("count") > 0 else Finding(str(call.integer("count")), "above 0"),
         lambda call: call.with_attrs(count=0),
     ),
     _rule(
         "sizes.shape",
-        "sizes is the shape of input.",
         _sizes_fit,
         lambda call: call.with_attrs(sizes=(*call.tensor("input").shape, 1)),
         "sizes.not_null",
@@ -190,7 +188,6 @@ _CONSTRAINTS = (
     ),
     _rule(
         "output_mask.size",
-        "output_mask has two bools.",
         lambda call: (
             None if len(call.mask() or ()) == 2 else Finding(f"{len(call.mask() or ())} bools", "two")
         ),
@@ -199,21 +196,18 @@ _CONSTRAINTS = (
     ),
     _rule(
         "alpha.dtype",
-        "alpha has a float type.",
         _alpha_is_float,
         lambda call: call.with_attrs(alpha=Scalar("int32", 1)),
         "alpha.not_null",
     ),
     _rule(
         "mode.known",
-        "mode is sum or mean.",
         lambda call: None if call.text("mode") in MODES else Finding(repr(call.text("mode")), listed(MODES)),
         lambda call: call.with_attrs(mode="median"),
         "mode.not_null",
     ),
     _rule(
         "scaled.dtype",
-        "scaled has the dtype of input.",
         _when_wanted(0, same_dtype("scaled", "input")),
         lambda call: _declared("scaled", 0, TensorMeta("bfloat16", call.tensor("input").shape))(call),
         "input.not_null",
@@ -221,7 +215,6 @@ _CONSTRAINTS = (
     ),
     _rule(
         "scaled.shape",
-        "scaled has the shape of input.",
         _when_wanted(0, shape_is("scaled", lambda call: call.tensor("input").shape, "the shape of input")),
         lambda call: _declared("scaled", 0, TensorMeta(call.tensor("input").dtype, (7, 7, 7)))(call),
         "input.not_null",
@@ -229,14 +222,12 @@ _CONSTRAINTS = (
     ),
     _rule(
         "seen.dtype",
-        "seen is float32.",
         _when_wanted(1, dtype_is("seen", (DType.FLOAT32,))),
         lambda call: _declared("seen", 1, TensorMeta("float16", (len(seen(call.attrs)),)))(call),
         "output_mask.size",
     ),
     _rule(
         "seen.shape",
-        "seen has an element for each byte.",
         _when_wanted(1, shape_is("seen", lambda call: (len(seen(call.attrs)),), "the attributes' bytes")),
         _declared("seen", 1, TensorMeta("float32", (3,))),
         "output_mask.size",

@@ -29,12 +29,7 @@ def ids(verdict: Verdict) -> list[str]:
 
 @dataclass(frozen=True)
 class Changes:
-    """A legal call, of which some things are changed.
-
-    Attributes:
-        record: Its operator.
-        call: The call.
-    """
+    """A legal call, of which some things are changed."""
 
     record: OpRecord
     call: CallMeta
