@@ -210,7 +210,7 @@ async def test_what_never_fits_is_refused_before_it_is_admitted() -> None:
         with pytest.raises(CallTooLarge, match="found a reply of 65776 bytes; expected at most 65636"):
             await called(dispatcher, planned(dispatcher, sample()))
         with pytest.raises(NpugradError) as caught:
-            await called(dispatcher, planned(dispatcher, sample(n=1, c=4, hxw=2_500_000, group=2)))
+            await called(dispatcher, planned(dispatcher, sample(n=1, c=4, hxw=1_100_000, group=2)))
         assert caught.value.reason == "CALL_TOO_LARGE"
         assert dispatcher.pool.stats().accepted_calls == 0
 

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import structlog
 from tests.cann_sim.build import Installation
 from tests.fix_npu import npu_environment
+from tests.worker_forks import forked_workers
+from typer.testing import CliRunner
 
 from npugrad.ops import OPERATORS
 from npugrad.products import Product
+from npugrad_server.cli import app
 from npugrad_server.config import ServerSettings
-from npugrad_server.npus import NpuReport, op_init_problem
+from npugrad_server.npus import NpuReport, find_npus, op_init_problem
 from npugrad_server.start_checks import StartError, pool_settings
 
 SMALL = {"input_arena_bytes": 2**20, "output_arena_bytes": 2**20}
@@ -105,20 +110,18 @@ def test_who_starts_the_graph_engine_is_told_which_packages_it_lacks(
 
 
 def check(*arguments: str, env: Mapping[str, str] | None = None) -> tuple[int, list[str]]:
-    """Exit code and lines of `npugrad-server check`."""
-    command = [sys.executable, "-m", "npugrad_server", "check", "--listen", "127.0.0.1:0"]
+    """Exit code and lines of `npugrad-server check`; with an environment its workers are programs."""
     small = ["--metrics-listen", "", "--input-arena-bytes", "64MiB", "--output-arena-bytes", "64MiB"]
-    without = ("ASCEND_", "LD_LIBRARY_PATH", "NPUGRAD_")
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(without)}
-    done = subprocess.run(
-        [*command, *small, *arguments],
-        env={**inherited, "OMP_NUM_THREADS": "1", **(env or {})},
-        capture_output=True,
-        text=True,
-        timeout=550,
-        check=False,
-    )
-    return done.returncode, done.stdout.splitlines()
+    ours = ("ASCEND_", "LD_LIBRARY_PATH", "NPUGRAD_")
+    without = {name: None for name in os.environ if name.startswith(ours)}
+    with forked_workers() if env is None else nullcontext():
+        done = CliRunner().invoke(
+            app,
+            ["check", "--listen", "127.0.0.1:0", *small, *arguments],
+            env={**without, "OMP_NUM_THREADS": "1", **(env or {})},
+        )
+    structlog.reset_defaults()
+    return done.exit_code, done.stdout.splitlines()
 
 
 @pytest.mark.slow
@@ -211,24 +214,8 @@ def test_check_on_a_simulated_node(
 
 def report(folder: Path, environment: Mapping[str, str], timeout_s: float = 30) -> NpuReport:
     """What `find_npus` finds where the driver's device files lie in this folder."""
-    program = (
-        "import dataclasses, json, pathlib, sys\n"
-        "from npugrad_server.npus import find_npus\n"
-        "found = find_npus(timeout_s=float(sys.argv[2]), device_folder=pathlib.Path(sys.argv[1]))\n"
-        "print(json.dumps(dataclasses.asdict(found)))\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(folder), str(timeout_s)],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    found = json.loads(done.stdout)
-    return NpuReport(
-        **{**found, "problems": tuple(found["problems"]), "device_nodes": tuple(found["device_nodes"])}
-    )
+    with mock.patch.dict(os.environ, environment):
+        return find_npus(timeout_s, folder)
 
 
 @pytest.mark.npu_sim

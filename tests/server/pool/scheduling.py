@@ -1,18 +1,14 @@
-"""A scheduler in the state that a test begins with, and its commands sorted."""
+"""A scheduler that a test drives by hand, and its commands sorted."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
 
 from npugrad import Product
-from npugrad_server.pool.commands import (
-    Command,
-    SpawnWorker,
-    StartCall,
-    WorkerSpec,
-)
+from npugrad_server.pool.commands import Command, FailCall, SpawnWorker, StartCall, WorkerSpec
 from npugrad_server.pool.scheduler import Scheduler
+from npugrad_server.pool.state import CallState
 from npugrad_server.pool.types import PoolSettings
 
 C = TypeVar("C")
@@ -31,45 +27,104 @@ SETTINGS = PoolSettings(
     respawn_backoff_max_s=5,
     max_respawns=3,
 )
+ONCE = "CANN 8.5.0 reads the option once"
+"""Why a device cannot be deterministic."""
 
 
 def of(kind: type[C], commands: Sequence[Command]) -> list[C]:
     return [command for command in commands if isinstance(command, kind)]
 
 
-def open_scheduler(
-    workers: int = 1,
-    *,
-    streams: int = 1,
-    output_bytes: int = 1024,
-    memory: int = 1024,
-    one_mode: bool = False,
-    device: int | None = None,
-    settings: PoolSettings = SETTINGS,
-) -> Scheduler:
-    scheduler = Scheduler(settings, [WorkerSpec(streams, output_bytes, "host")] * workers, {"host": memory})
-    spawned = of(SpawnWorker, scheduler.start(0))
-    assert [command.worker for command in spawned] == list(range(workers))
-    for command in spawned:
-        scheduler.ready(command.worker, command.incarnation, 0, one_mode=one_mode, memory_bytes=device)
-    return scheduler
-
-
 def started(commands: Sequence[Command]) -> list[int]:
+    """The calls that start."""
     return [command.call for command in of(StartCall, commands)]
 
 
-def finish(scheduler: Scheduler, start: StartCall, now: float = 0) -> list[Command]:
-    """Answers a call and closes it."""
-    out = scheduler.answered(start.worker, start.incarnation, start.call, True, now)
-    return out + scheduler.close(start.call, now)
+def refused(commands: Sequence[Command]) -> list[tuple[int, str]]:
+    """The calls that fail, and why."""
+    return [(command.call, command.reason) for command in of(FailCall, commands)]
 
 
-def run_all(scheduler: Scheduler, first: Sequence[Command]) -> list[int]:
-    """Answers and closes every call that starts, in turn; returns the order of the starts."""
-    order, todo = [], list(of(StartCall, first))
-    while todo:
-        start = todo.pop(0)
-        order.append(start.call)
-        todo += of(StartCall, finish(scheduler, start))
-    return order
+class Driven(Scheduler):
+    """A scheduler with what its callers and workers do, in short."""
+
+    def put(self, number: int, now: float = 0, **facts: Any) -> list[int]:
+        """A call comes; which calls start."""
+        return started(self.submit(CallState(number, **facts), now))
+
+    def begin(self, number: int, now: float = 0, **facts: Any) -> StartCall:
+        """A call comes, and starts at once."""
+        (start,) = of(StartCall, self.submit(CallState(number, **facts), now))
+        return start
+
+    def end(self, start: StartCall, reason: str = "", now: float = 0, **told: Any) -> list[Command]:
+        """A call is answered, with results unless there is a reason."""
+        return self.answered(
+            start.worker, start.incarnation, start.call, not reason, now, reason=reason, **told
+        )
+
+    def finish(self, start: StartCall, now: float = 0, **told: Any) -> list[Command]:
+        """A call is answered and closed."""
+        return self.end(start, now=now, **told) + self.close(start.call, now)
+
+    def run_all(self, first: Sequence[Command]) -> list[int]:
+        """Answers and closes every call that starts, in turn; returns the order of the starts."""
+        order, todo = [], list(of(StartCall, first))
+        while todo:
+            start = todo.pop(0)
+            order.append(start.call)
+            todo += of(StartCall, self.finish(start))
+        return order
+
+    def lose(self, worker: int = 0, now: float = 0, why: str = "signal 9", **told: Any) -> list[Command]:
+        """The process of a device ends."""
+        return self.lost(worker, self.workers[worker].incarnation, why, now, **told)
+
+    def be_ready(
+        self,
+        worker: int = 0,
+        unavailable: Mapping[str, str] | None = None,
+        now: float = 0,
+        *,
+        deterministic: bool | None = None,
+        **told: Any,
+    ) -> list[Command]:
+        """The process of a device has opened it."""
+        return self.ready(
+            worker,
+            self.workers[worker].incarnation,
+            now,
+            unavailable=unavailable,
+            deterministic=deterministic,
+            no_determinism=ONCE if deterministic is False else "",
+            **told,
+        )
+
+    def be_back(self, worker: int = 0, now: float = 0, **told: Any) -> list[Command]:
+        """The next process of a device is started, and has opened it."""
+        self.tick(now)
+        return self.be_ready(worker, now=now, **told)
+
+
+def starting_scheduler(
+    workers: int = 1,
+    streams: int = 1,
+    output_bytes: int = 1024,
+    memory: int = 1024,
+    settings: PoolSettings = SETTINGS,
+) -> Driven:
+    """One whose devices' first processes were started; none is ready."""
+    scheduler = Driven(settings, [WorkerSpec(streams, output_bytes, "host")] * workers, {"host": memory})
+    spawned = of(SpawnWorker, scheduler.start(0))
+    assert [command.worker for command in spawned] == list(range(workers))
+    return scheduler
+
+
+def open_scheduler(
+    workers: int = 1, *, one_mode: bool = False, device: int | None = None, **facts: Any
+) -> Driven:
+    """One whose devices are all ready, with memory of their own if told how much."""
+    scheduler = starting_scheduler(workers, **facts)
+    for worker in range(workers):
+        scheduler.be_ready(worker, one_mode=one_mode, memory_bytes=device)
+    return scheduler

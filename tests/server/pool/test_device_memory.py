@@ -78,12 +78,10 @@ def test_an_expanded_operand_is_small_on_a_device_and_a_sparse_one_is_packed_on_
     )
     assert first.tensor_bytes <= plain.tensor_bytes == second.tensor_bytes
     assert (plain.host_bytes, first.host_bytes, second.host_bytes) == (0, 0, 4 * 48)
-
-
-def test_a_call_of_which_nothing_is_wanted_takes_nothing_whatever_its_operands() -> None:
-    planned = make_job().planned
+    # A call of which nothing is wanted takes nothing, whatever its operands.
     call = planned.plan.call.with_inputs(input=None)
-    assert need_of(altered(planned, call=call, outputs=dict.fromkeys(planned.plan.outputs))) == DeviceNeed()
+    unwanted = altered(planned, call=call, outputs=dict.fromkeys(planned.plan.outputs))
+    assert need_of(unwanted) == DeviceNeed()
 
 
 def test_calls_whose_workspace_may_differ_have_different_keys() -> None:
@@ -106,18 +104,10 @@ def test_calls_whose_workspace_may_differ_have_different_keys() -> None:
     assert need_of(same).key == need_of(planned).key
 
 
-def test_the_newest_figure_of_a_kind_counts_and_the_unknown_is_nothing() -> None:
-    learned = LearnedWorkspaces()
-    assert learned.expect("a") == 0
-    learned.learn("a", 100)
-    learned.learn("a", 40)
-    assert (learned.expect("a"), learned.expect("b"), len(learned)) == (40, 0, 1)
-
-
-def test_kinds_not_met_for_longest_are_forgotten() -> None:
+def test_the_newest_figure_of_a_kind_counts_and_kinds_not_met_for_longest_are_forgotten() -> None:
     learned = LearnedWorkspaces(capacity=3)
-    for number in range(3):
-        learned.learn(number, 10 + number)
+    for number, nbytes in ((0, 9), (1, 11), (2, 12), (0, 10)):
+        learned.learn(number, nbytes)
     assert learned.expect(0) == 10
     learned.learn(3, 13)
     assert [learned.expect(number) for number in range(4)] == [10, 0, 12, 13]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.server.pool.pools import Seen, in_pool, make_job, until
-from tests.server.pool.scheduling import SETTINGS, of, open_scheduler, started
+from tests.server.pool.scheduling import SETTINGS, Driven, of, started, starting_scheduler
 
 from npugrad_server.pool import DevicePool, DeviceState
 from npugrad_server.pool.commands import (
@@ -23,8 +24,6 @@ from npugrad_server.pool.commands import (
     StartCanary,
 )
 from npugrad_server.pool.quarantine import MISMATCH_WINDOW_S
-from npugrad_server.pool.scheduler import Scheduler
-from npugrad_server.pool.state import CallState
 from npugrad_server.pool.worker_lifecycle import TRIAL_ROUNDS
 from npugrad_server.worker.canary_messages import CanaryRun
 
@@ -34,128 +33,117 @@ PLAN = make_job().planned.plan
 OK, MISMATCH, ERROR = "ok", "mismatch", "error"
 
 
-def watched(workers: int = 1, streams: int = 1, **changes: Any) -> Scheduler:
+def watched(workers: int = 1, canary_interval_s: float = INTERVAL_S, **changes: Any) -> Driven:
     """A scheduler whose devices have two canaries each."""
-    scheduler = open_scheduler(
-        workers, streams=streams, settings=replace(SETTINGS, canary_interval_s=INTERVAL_S, **changes)
-    )
-    for worker in scheduler.workers:
-        worker.opened = False
-        scheduler.ready(worker.index, worker.incarnation, 0, canaries=CANARIES)
+    streams = changes.pop("streams", 1)
+    settings = replace(SETTINGS, canary_interval_s=canary_interval_s, **changes)
+    scheduler = starting_scheduler(workers, streams, settings=settings)
+    for worker in range(workers):
+        scheduler.be_ready(worker, canaries=CANARIES)
     return scheduler
 
 
-def state(scheduler: Scheduler, device: int = 0) -> DeviceState:
-    return scheduler.workers[device].state
+def state(scheduler: Driven) -> DeviceState:
+    return scheduler.workers[0].state
 
 
-def canaries(commands: list[Command]) -> list[tuple[int, int]]:
-    """Device and number of the canaries that are to be run."""
-    return [(command.worker, command.number) for command in of(StartCanary, commands)]
+def canaries(commands: Sequence[Command]) -> list[int]:
+    """Numbers of the canaries that are to be run."""
+    return [command.number for command in of(StartCanary, commands)]
 
 
-def answer(scheduler: Scheduler, number: int, result: str, now: float, device: int = 0) -> list[Command]:
-    worker = scheduler.workers[device]
+def answer(scheduler: Driven, number: int, result: str, now: float, device: int = 0) -> list[Command]:
     run = CanaryRun(number, f"operator{number}", result, "figures")
-    return scheduler.canary(device, worker.incarnation, run, now)
+    return scheduler.canary(device, scheduler.workers[device].incarnation, run, now)
 
 
-def quarantined(scheduler: Scheduler, now: float = INTERVAL_S) -> list[Command]:
+def quarantined(scheduler: Driven, now: float = INTERVAL_S) -> list[Command]:
     """Has the first device found wrong twice."""
     scheduler.tick(now)
     return answer(scheduler, 0, MISMATCH, now) + answer(scheduler, 0, MISMATCH, now)
 
 
-def test_an_idle_device_runs_each_canary_once_in_an_interval() -> None:
+def wrong_call(scheduler: Driven, number: int, now: float) -> list[Command]:
+    """Has a call done, and found wrong."""
+    start = scheduler.begin(number, now, plan=PLAN)
+    scheduler.end(start, now=now)
+    return scheduler.mismatched(start.worker, start.incarnation, number, "figures", now)
+
+
+def respawned(scheduler: Driven) -> tuple[SpawnWorker, float]:
+    """How the next process is started, and when."""
+    alarm = scheduler.next_alarm()
+    assert alarm is not None
+    (spawn,) = of(SpawnWorker, scheduler.tick(alarm))
+    return spawn, alarm
+
+
+def test_an_idle_device_runs_each_canary_once_in_an_interval_and_a_busy_one_in_two() -> None:
     scheduler = watched()
     assert scheduler.next_alarm() == INTERVAL_S
-    assert canaries(scheduler.tick(INTERVAL_S)) == [(0, 0)]
-    assert canaries(answer(scheduler, 0, OK, 41)) == [(0, 1)]
+    assert canaries(scheduler.tick(INTERVAL_S)) == [0]
+    assert canaries(answer(scheduler, 0, OK, 41)) == [1]
     assert canaries(answer(scheduler, 1, ERROR, 42)) == []
     assert scheduler.next_alarm() == 42 + INTERVAL_S
-
-
-def test_a_busy_device_runs_them_beside_its_calls_one_interval_later() -> None:
-    scheduler = watched()
-    assert started(scheduler.submit(CallState(1), 1)) == [1]
-    now, told = INTERVAL_S, scheduler.tick(INTERVAL_S)
-    while not canaries(told):
-        alarm = scheduler.next_alarm()
-        assert alarm is not None
-        assert now < alarm <= 2 * INTERVAL_S
-        now, told = alarm, scheduler.tick(alarm)
-    assert now == 2 * INTERVAL_S
-
-
-def test_no_interval_is_no_canary_once_the_device_is_ready() -> None:
-    scheduler = open_scheduler(settings=replace(SETTINGS, canary_interval_s=0))
-    scheduler.workers[0].opened = False
-    scheduler.ready(0, 1, 0, canaries=CANARIES)
-    assert scheduler.next_alarm() is None
+    scheduler.begin(1, 50)
+    alarms: list[float] = []
+    while not alarms or not canaries(scheduler.tick(alarms[-1])):
+        alarms.append(scheduler.next_alarm() or 0)
+        assert alarms == sorted({*alarms})
+        assert 42 + INTERVAL_S <= alarms[-1] <= 42 + 2 * INTERVAL_S
+    assert alarms[-1] == 42 + 2 * INTERVAL_S
+    assert watched(canary_interval_s=0).next_alarm() is None
 
 
 def test_after_one_mismatch_a_device_takes_no_call_until_it_was_right() -> None:
     scheduler = watched()
     scheduler.tick(INTERVAL_S)
     told = answer(scheduler, 0, MISMATCH, 41)
-    assert canaries(told) == [(0, 0)]
+    assert canaries(told) == [0]
     assert of(DeviceMismatch, told) == [DeviceMismatch(0, "operator0", "figures")]
-    assert started(scheduler.submit(CallState(1), 41)) == []
+    assert scheduler.put(1, 41) == []
     assert started(answer(scheduler, 0, OK, 42)) == [1]
     assert state(scheduler) is DeviceState.READY
 
 
 def test_two_mismatches_quarantine_a_device_and_move_its_calls() -> None:
     scheduler = watched(2)
-    told = scheduler.submit(CallState(1), 1)
-    (start,) = of(StartCall, told)
-    wrong = scheduler.workers[start.worker]
+    wrong = scheduler.workers[scheduler.begin(1, 1).worker]
     scheduler.tick(2 * INTERVAL_S)
     for _ in range(2):
         told = answer(scheduler, 0, MISMATCH, 81, wrong.index)
     assert [kill.worker for kill in of(KillWorker, told)] == [wrong.index]
-    assert (wrong.state, wrong.reason) == (
-        DeviceState.QUARANTINED,
-        "it computes wrong results: operator0: figures",
-    )
+    assert wrong.state is DeviceState.QUARANTINED
+    assert wrong.reason == "it computes wrong results: operator0: figures"
     late = scheduler.answered(wrong.index, wrong.incarnation, 1, True, 82)
     assert not of(CompleteCall, late), "nothing that it still answers counts"
-    told = scheduler.lost(wrong.index, wrong.incarnation, "killed", 83)
+    told = scheduler.lose(wrong.index, 83)
     assert of(RedirectCall, told) == [RedirectCall(1, wrong.index, "QUARANTINED")]
     (again,) = of(StartCall, told)
     assert (again.worker, again.attempt) == (1 - wrong.index, 1), "the call has not been tried"
-
-
-def wrong_call(scheduler: Scheduler, number: int, now: float, device: int = 0) -> list[Command]:
-    """Has a call done, and found wrong."""
-    worker = scheduler.workers[device]
-    told = scheduler.submit(CallState(number, plan=PLAN), now)
-    assert started(told) == [number]
-    scheduler.answered(device, worker.incarnation, number, True, now)
-    return scheduler.mismatched(device, worker.incarnation, number, "figures", now)
 
 
 def test_after_a_wrong_call_a_device_takes_none_until_every_canary_was_right() -> None:
     scheduler = watched()
     told = wrong_call(scheduler, 1, 1)
     assert len(of(DeviceMismatch, told)) == 1
-    assert canaries(told) == [(0, 0)]
-    assert started(scheduler.submit(CallState(2), 2)) == []
+    assert canaries(told) == [0]
+    assert scheduler.put(2, 2) == []
     told = answer(scheduler, 0, OK, 3)
-    assert (canaries(told), started(told)) == ([(0, 1)], [])
+    assert (canaries(told), started(told)) == ([1], [])
     assert started(answer(scheduler, 1, OK, 4)) == [2]
     assert scheduler.next_alarm() == 4 + INTERVAL_S
 
 
 def test_a_round_that_runs_begins_again_for_a_wrong_call() -> None:
     scheduler = watched(streams=2)
-    scheduler.submit(CallState(1), 1)
+    start = scheduler.begin(1, 1)
     scheduler.tick(2 * INTERVAL_S)
     answer(scheduler, 0, OK, 81)
-    scheduler.answered(0, 1, 1, True, 82)
+    scheduler.end(start, now=82)
     assert canaries(scheduler.mismatched(0, 1, 1, "figures", 82)) == []
-    assert canaries(answer(scheduler, 1, OK, 83)) == [(0, 0)]
-    assert started(scheduler.submit(CallState(2), 84)) == []
+    assert canaries(answer(scheduler, 1, OK, 83)) == [0]
+    assert scheduler.put(2, 84) == []
     assert started(answer(scheduler, 0, OK, 85)) == [2]
 
 
@@ -168,27 +156,22 @@ def test_two_wrong_calls_quarantine_a_device_and_count_against_their_signature()
         for number in range(CANARIES):
             answer(scheduler, number, OK, now)
         assert state(scheduler) is DeviceState.READY
-        told = wrong_call(scheduler, 10 * turn + 2, now)
-        assert of(KillWorker, told)
+        assert of(KillWorker, wrong_call(scheduler, 10 * turn + 2, now))
         assert state(scheduler) is DeviceState.QUARANTINED
         assert len(scheduler.circuits) == 1, "a caller may make them: the circuit breaker knows the signature"
-        scheduler.lost(0, worker.incarnation, "killed", now)
+        scheduler.lose(now=now)
         assert not worker.damaged, "and the device is tried again, however often"
-        (spawn,) = of(SpawnWorker, scheduler.tick(scheduler.next_alarm() or 0))
-        assert spawn.canary_rounds == TRIAL_ROUNDS
-        scheduler.ready(0, worker.incarnation, now, canaries=CANARIES)
+        assert respawned(scheduler)[0].canary_rounds == TRIAL_ROUNDS
+        scheduler.be_ready(now=now, canaries=CANARIES)
 
 
 def test_what_an_earlier_process_computed_or_one_without_canaries_quarantines_nothing() -> None:
     scheduler = watched()
-    told = scheduler.submit(CallState(1), 1)
-    scheduler.answered(0, 1, 1, True, 1)
-    scheduler.lost(0, 1, "killed", 1)
-    scheduler.tick(scheduler.next_alarm() or 0)
-    scheduler.ready(0, 2, 2, canaries=0)
+    scheduler.end(scheduler.begin(1, 1), now=1)
+    scheduler.lose(now=1)
+    scheduler.be_back(now=2)
     for _ in range(3):
-        told = scheduler.mismatched(0, 1, 1, "figures", 3)
-        assert told == [DeviceMismatch(0, "", "figures")]
+        assert scheduler.mismatched(0, 1, 1, "figures", 3) == [DeviceMismatch(0, "", "figures")]
     wrong_call(scheduler, 2, 4)
     wrong_call(scheduler, 3, 4)
     assert state(scheduler) is DeviceState.READY
@@ -196,65 +179,44 @@ def test_what_an_earlier_process_computed_or_one_without_canaries_quarantines_no
 
 def test_a_mismatch_long_ago_does_not_count() -> None:
     scheduler = watched()
-    scheduler.tick(INTERVAL_S)
-    answer(scheduler, 0, MISMATCH, INTERVAL_S)
-    answer(scheduler, 0, OK, INTERVAL_S)
-    answer(scheduler, 1, OK, INTERVAL_S)
-    now = INTERVAL_S + MISMATCH_WINDOW_S + 1
-    scheduler.tick(now)
-    answer(scheduler, 0, MISMATCH, now)
-    assert state(scheduler) is DeviceState.READY
-    answer(scheduler, 0, OK, now)
-    answer(scheduler, 1, MISMATCH, now)
+    for now in (INTERVAL_S, INTERVAL_S + MISMATCH_WINDOW_S + 1):
+        scheduler.tick(now)
+        answer(scheduler, 0, MISMATCH, now)
+        assert state(scheduler) is DeviceState.READY
+        answer(scheduler, 0, OK, now)
+        answer(scheduler, 1, OK if now == INTERVAL_S else MISMATCH, now)
     assert state(scheduler) is DeviceState.QUARANTINED
 
 
 def test_a_device_in_quarantine_gets_one_process_which_has_to_be_right_in_every_round() -> None:
     scheduler = watched()
     quarantined(scheduler)
-    worker = scheduler.workers[0]
     assert scheduler.all_down
-    scheduler.lost(0, 1, "killed", 41)
-    alarm = scheduler.next_alarm()
-    assert alarm is not None
-    (spawn,) = of(SpawnWorker, scheduler.tick(alarm))
-    assert spawn.canary_rounds == TRIAL_ROUNDS
+    scheduler.lose(now=41)
+    spawn, alarm = respawned(scheduler)
+    assert spawn == SpawnWorker(0, 2, TRIAL_ROUNDS)
+    # A death that is no mismatch does not end the quarantine, nor make it final.
+    scheduler.lose(now=alarm, why="out of memory")
     assert state(scheduler) is DeviceState.QUARANTINED, "until it was right"
-    scheduler.ready(0, 2, alarm, canaries=CANARIES)
+    spawn, alarm = respawned(scheduler)
+    assert spawn == SpawnWorker(0, 3, TRIAL_ROUNDS)
+    scheduler.be_ready(now=alarm, canaries=CANARIES)
     assert state(scheduler) is DeviceState.READY
     quarantined(scheduler, alarm + INTERVAL_S)
-    scheduler.lost(0, 2, "killed", 200)
-    assert (state(scheduler), worker.damaged) == (DeviceState.QUARANTINED, True)
+    scheduler.lose(now=200)
+    assert (state(scheduler), scheduler.workers[0].damaged) == (DeviceState.QUARANTINED, True)
     assert scheduler.next_alarm() is None, "it was right in between, and is not believed again"
 
 
-def test_a_death_that_is_no_mismatch_does_not_end_the_quarantine_nor_make_it_final() -> None:
-    scheduler = watched()
-    quarantined(scheduler)
-    scheduler.lost(0, 1, "killed", 41)
-    now = scheduler.next_alarm() or 0
-    scheduler.tick(now)
-    scheduler.lost(0, 2, "out of memory", now)
-    assert state(scheduler) is DeviceState.QUARANTINED
-    (spawn,) = of(SpawnWorker, scheduler.tick(scheduler.next_alarm() or 0))
-    assert spawn == SpawnWorker(0, 3, TRIAL_ROUNDS)
-
-
 def test_a_device_that_is_wrong_from_the_start_is_never_ready() -> None:
-    scheduler = open_scheduler(0)
-    assert scheduler.workers == []
-    scheduler = open_scheduler(settings=SETTINGS)
-    worker = scheduler.workers[0]
-    worker.opened, worker.state = False, DeviceState.STARTING
+    scheduler = starting_scheduler()
     for incarnation in (1, 2):
         told = scheduler.failing(0, incarnation, Failure("op: wrong", wrong="op"), 1)
-        told += scheduler.lost(0, incarnation, "status 1", 1)
+        told += scheduler.lose(now=1, why="status 1")
         assert of(DeviceMismatch, told) == [DeviceMismatch(0, "op", "wrong")]
         assert state(scheduler) is DeviceState.QUARANTINED
-        alarm = scheduler.next_alarm()
-        assert (alarm is None) == (incarnation == 2)
-        if alarm is not None:
-            scheduler.tick(alarm)
+        assert (scheduler.next_alarm() is None) == (incarnation == 2)
+        scheduler.tick(scheduler.next_alarm() or 1)
 
 
 def test_a_canary_that_hangs_ends_its_worker() -> None:

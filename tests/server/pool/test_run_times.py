@@ -13,18 +13,26 @@ def work(nbytes: int, operator: str = "op", dtype: str = "float32") -> WorkSize:
     return WorkSize((operator, dtype, nbytes.bit_length() - 1), math.log(nbytes))
 
 
+def known(*runs: tuple[int, float], device: int = 0) -> RunTimes:
+    """What is known after so many runs of so many seconds each, one a second."""
+    times, now = RunTimes(), 0
+    for count, seconds in runs:
+        for _ in range(count):
+            times.learn(device, work(1000), seconds, now)
+            now += 1
+    return times
+
+
 def test_nothing_is_known_before_the_first_call() -> None:
-    times = RunTimes()
-    assert times.expect((0,), work(1000)) == (0.0, 0.0)
-    times.learn(0, work(1000), 0.25, 0)
+    assert RunTimes().expect((0,), work(1000)) == (0.0, 0.0)
+    times = known((1, 0.25))
     assert times.expect((0,), work(1000))[0] == pytest.approx(0.25, rel=0.1)
     for other in (work(4000), work(1000, "other"), work(1000, dtype="float16")):
         assert times.expect((0,), other) == (0.0, 0.0)
     assert times.expect((1,), work(1000)) == (0.0, 0.0), "another device may have another pace"
 
 
-@pytest.mark.parametrize("power", [0.0, 0.5, 1.0, 2.0])
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(("power", "seed"), [(0.0, 0), (0.5, 1), (1.0, 2), (2.0, 3)])
 def test_times_are_predicted_by_size_within_a_bucket(power: float, seed: int) -> None:
     times, draw = RunTimes(), random.Random(seed)
 
@@ -43,38 +51,22 @@ def test_times_are_predicted_by_size_within_a_bucket(power: float, seed: int) ->
 
 
 def test_a_change_of_pace_is_learned_and_one_call_that_was_held_up_is_not() -> None:
-    times = RunTimes()
-    for now in range(50):
-        times.learn(0, work(1000), 0.01, now)
-    times.learn(0, work(1000), 60.0, 50)
-    assert times.expect((0,), work(1000))[1] < 0.1
-    for now in range(50, 150):
-        times.learn(0, work(1000), 0.05, now)
+    assert known((50, 0.01), (1, 60.0)).expect((0,), work(1000))[1] < 0.1
+    times = known((50, 0.01), (1, 60.0), (100, 0.05))
     assert times.expect((0,), work(1000))[0] == pytest.approx(0.05, rel=0.2)
 
 
-def test_a_first_call_that_paid_for_the_warm_up_is_forgotten() -> None:
-    times = RunTimes()
-    times.learn(0, work(1000), 5.0, 0)
-    for now in range(1, 4):
-        times.learn(0, work(1000), 0.01, now)
-    assert 0.01 < times.expect((0,), work(1000))[1] < 0.03
-
-
-def test_first_calls_that_were_slow_refuse_no_later_ones() -> None:
+def test_first_calls_that_were_slow_refuse_no_later_ones_and_the_warm_up_is_forgotten() -> None:
     """One call that had to wait for its kernel refused all with a shorter deadline for a minute."""
-    times = RunTimes()
-    for now in range(2):
-        times.learn(0, work(1000), 5.0, now)
-        assert times.expect((0,), work(1000))[1] == 0
-    times.learn(0, work(1000), 5.0, 2)
-    assert times.expect((0,), work(1000))[1] > 5
+    longest = [known((count, 5.0)).expect((0,), work(1000))[1] for count in (1, 2, 3)]
+    assert longest[:2] == [0, 0]
+    assert longest[2] > 5
+    assert 0.01 < known((1, 5.0), (3, 0.01)).expect((0,), work(1000))[1] < 0.03
 
 
 def test_several_devices_share_the_work_by_their_pace() -> None:
-    times = RunTimes()
+    times = known((100, 0.01))
     for now in range(100):
-        times.learn(0, work(1000), 0.01, now)
         times.learn(1, work(1000), 0.04, now)
     found = times.expect((0, 1, 2), work(1000))
     # In 40 ms they do 5 calls, with two streams: 16 ms of a stream for each.

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import structlog
@@ -48,6 +49,13 @@ def folder(tmp_path: Path) -> Folder:
     return made
 
 
+@pytest.fixture
+def lines() -> Iterator[list[Any]]:
+    """What is logged."""
+    with structlog.testing.capture_logs() as captured:
+        yield captured
+
+
 @asynccontextmanager
 async def watched(folder: Folder, look_interval_s: float = 0.01) -> AsyncIterator[LiveCertificates]:
     live = LiveCertificates(folder.settings, look_interval_s)
@@ -68,105 +76,85 @@ def figures(live: LiveCertificates) -> dict[str, float]:
     }
 
 
-def test_a_new_pair_is_given_to_the_next_handshake_once(folder: Folder) -> None:
-    async def work() -> None:
-        async with watched(folder) as live:
-            assert live.fetch() is None
-            first, second = live.files, new_pair()
-            folder.write(second, AUTHORITY.cert_pem.bytes())
-            await until(lambda: live.files is not first)
-            assert live.files.certificate == second[0]
-            assert live.fetch() is not None
-            assert live.fetch() is None
-            found = figures(live)
-            assert found["npugrad_tls_reloads_total/swapped"] == 1
-            assert found["npugrad_tls_reloads_total/kept"] == 0
-            assert found["npugrad_tls_handshakes_total"] == 3
-            for fact in live.files.facts:
-                name = f"npugrad_tls_certificate_expiry_seconds/{fact.name}/{fact.serial}"
-                assert found[name] == fact.expires.timestamp()
-            assert not any(first.facts[0].serial in name for name in found)
+async def test_a_new_pair_is_given_to_the_next_handshake_once(folder: Folder) -> None:
+    async with watched(folder) as live:
+        assert live.fetch() is None
+        first, second = live.files, new_pair()
+        folder.write(second, AUTHORITY.cert_pem.bytes())
+        await until(lambda: live.files is not first)
+        assert live.files.certificate == second[0]
+        assert live.fetch() is not None
+        assert live.fetch() is None
+        found = figures(live)
+        assert found["npugrad_tls_reloads_total/swapped"] == 1
+        assert found["npugrad_tls_reloads_total/kept"] == 0
+        assert found["npugrad_tls_handshakes_total"] == 3
+        for fact in live.files.facts:
+            name = f"npugrad_tls_certificate_expiry_seconds/{fact.name}/{fact.serial}"
+            assert found[name] == fact.expires.timestamp()
+        assert not any(first.facts[0].serial in name for name in found)
+        old = live.files
+        folder.client_ca.write_bytes(AUTHORITY.cert_pem.bytes() + trustme.CA().cert_pem.bytes())
+        await until(lambda: live.files is not old)
+        assert len([fact for fact in live.files.facts if fact.name == "tls_client_ca"]) == 2
 
-    asyncio.run(work())
 
-
-def test_a_pair_of_two_halves_keeps_the_old_one_and_is_told_once(folder: Folder) -> None:
-    async def work() -> None:
-        with structlog.testing.capture_logs() as lines:
-            async with watched(folder) as live:
-                old, second = live.files, new_pair()
-                folder.certificate.write_bytes(second[0])
-                await until(lambda: lines)
-                looks = live.look_count
-                await until(lambda: live.look_count > looks + 5)
-                assert live.files is old
-                assert live.fetch() is None
-                folder.key.write_bytes(second[1])
-                await until(lambda: live.files is not old)
-        kept, swapped = lines
-        assert kept["event"] == "certificates kept"
-        assert kept["problems"] == [
-            f"tls_key: the key in {str(folder.key)!r} does not belong to the certificate in "
-            f"{str(folder.certificate)!r}"
-        ]
-        assert (swapped["event"], swapped["serial"]) == ("certificates swapped", live.files.facts[0].serial)
-
-    asyncio.run(work())
+async def test_a_pair_of_two_halves_keeps_the_old_one_and_is_told_once(
+    folder: Folder, lines: list[Any]
+) -> None:
+    async with watched(folder) as live:
+        old, second = live.files, new_pair()
+        folder.certificate.write_bytes(second[0])
+        await until(lambda: lines)
+        looks = live.look_count
+        await until(lambda: live.look_count > looks + 5)
+        assert live.files is old
+        assert live.fetch() is None
+        folder.key.write_bytes(second[1])
+        await until(lambda: live.files is not old)
+    kept, swapped = lines
+    assert kept["event"] == "certificates kept"
+    assert kept["problems"] == [
+        f"tls_key: the key in {str(folder.key)!r} does not belong to the certificate in "
+        f"{str(folder.certificate)!r}"
+    ]
+    assert (swapped["event"], swapped["serial"]) == ("certificates swapped", live.files.facts[0].serial)
 
 
 @pytest.mark.parametrize("name", ["certificate", "key", "client_ca"])
-def test_a_file_that_vanishes_and_comes_back_changes_nothing(folder: Folder, name: str) -> None:
-    async def work() -> None:
-        with structlog.testing.capture_logs() as lines:
-            async with watched(folder) as live:
-                old, file = live.files, getattr(folder, name)
-                content = file.read_bytes()
-                file.unlink()
-                await until(lambda: lines)
-                file.write_bytes(content)
-                await until(lambda: len(lines) > 1)
-                assert live.files is old
-        assert [line["event"] for line in lines] == ["certificates kept", "certificates unchanged"]
-        assert lines[0]["problems"] == [f"tls_{name}: cannot read {str(file)!r}: No such file or directory"]
-
-    asyncio.run(work())
+async def test_a_file_that_vanishes_and_comes_back_changes_nothing(
+    folder: Folder, lines: list[Any], name: str
+) -> None:
+    async with watched(folder) as live:
+        old, file = live.files, getattr(folder, name)
+        content = file.read_bytes()
+        file.unlink()
+        await until(lambda: lines)
+        file.write_bytes(content)
+        await until(lambda: len(lines) > 1)
+        assert live.files is old
+    assert [line["event"] for line in lines] == ["certificates kept", "certificates unchanged"]
+    assert lines[0]["problems"] == [f"tls_{name}: cannot read {str(file)!r}: No such file or directory"]
 
 
-def test_an_authority_may_be_added(folder: Folder) -> None:
-    async def work() -> None:
-        async with watched(folder) as live:
-            old = live.files
-            folder.client_ca.write_bytes(AUTHORITY.cert_pem.bytes() + trustme.CA().cert_pem.bytes())
-            await until(lambda: live.files is not old)
-            assert len([fact for fact in live.files.facts if fact.name == "tls_client_ca"]) == 2
-
-    asyncio.run(work())
-
-
-def test_the_folder_of_a_secret_is_swapped_as_a_whole(tmp_path: Path) -> None:
+async def test_the_folder_of_a_secret_is_swapped_as_a_whole(tmp_path: Path) -> None:
     """As the kubelet does it: ``tls.crt`` is a link to ``..data/tls.crt``, and ``..data`` one to a folder."""
 
     def put(version: str, pair: tuple[bytes, bytes]) -> None:
         target = tmp_path / version
         target.mkdir()
-        (target / "tls.crt").write_bytes(pair[0])
-        (target / "tls.key").write_bytes(pair[1])
-        (target / "ca.crt").write_bytes(AUTHORITY.cert_pem.bytes())
+        Folder(target).write(pair, AUTHORITY.cert_pem.bytes())
         (tmp_path / "..tmp").symlink_to(version)
         (tmp_path / "..tmp").rename(tmp_path / "..data")
 
     put("..2026_1", new_pair())
     for name in ("tls.crt", "tls.key", "ca.crt"):
         (tmp_path / name).symlink_to(f"..data/{name}")
-
-    async def work() -> None:
-        async with watched(Folder(tmp_path)) as live:
-            old, second = live.files, new_pair()
-            put("..2026_2", second)
-            await until(lambda: live.files is not old)
-            assert (live.files.certificate, live.files.key) == second
-
-    asyncio.run(work())
+    async with watched(Folder(tmp_path)) as live:
+        old, second = live.files, new_pair()
+        put("..2026_2", second)
+        await until(lambda: live.files is not old)
+        assert (live.files.certificate, live.files.key) == second
 
 
 def test_files_that_cannot_be_used_are_refused_at_the_start(folder: Folder) -> None:
@@ -175,16 +163,13 @@ def test_files_that_cannot_be_used_are_refused_at_the_start(folder: Folder) -> N
         LiveCertificates(folder.settings)
 
 
-def test_files_that_change_at_each_look_are_taken_too(folder: Folder) -> None:
-    async def work() -> None:
-        async with watched(folder, look_interval_s=0.2) as live:
-            first = live.files
-            for _ in range(20):
-                looks = live.look_count
-                folder.write(new_pair(), AUTHORITY.cert_pem.bytes())
-                await until(lambda looks=looks: live.look_count > looks)  # type: ignore[misc]
-                if live.files is not first:
-                    return
-            pytest.fail("not taken")
-
-    asyncio.run(work())
+async def test_files_that_change_at_each_look_are_taken_too(folder: Folder) -> None:
+    async with watched(folder, look_interval_s=0.2) as live:
+        first = live.files
+        for _ in range(20):
+            looks = live.look_count
+            folder.write(new_pair(), AUTHORITY.cert_pem.bytes())
+            await until(lambda looks=looks: live.look_count > looks)  # type: ignore[misc]
+            if live.files is not first:
+                return
+        pytest.fail("not taken")

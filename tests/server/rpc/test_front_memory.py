@@ -93,87 +93,75 @@ def test_results_that_left_an_arena_have_half() -> None:
     assert memory.used_bytes == MESSAGE
 
 
-def test_messages_without_room_wait_for_it_first_come_first_served() -> None:
-    async def act() -> None:
-        memory = room_for(1)
-        first, second, third = (call_of(memory) for _ in range(3))
-        assert memory.arrive(first, MESSAGE)
-        came: list[RpcCall] = []
+async def test_messages_without_room_wait_for_it_first_come_first_served() -> None:
+    memory = room_for(1)
+    first, second, third = (call_of(memory) for _ in range(3))
+    assert memory.arrive(first, MESSAGE)
+    came: list[RpcCall] = []
 
-        async def wait(call: RpcCall) -> None:
-            await memory.wait_for_room(call, MESSAGE)
-            came.append(call)
+    async def wait(call: RpcCall) -> None:
+        await memory.wait_for_room(call, MESSAGE)
+        came.append(call)
 
-        tasks = [asyncio.create_task(wait(call)) for call in (second, third)]
-        await asyncio.sleep(0)
-        assert not memory.arrive(call_of(memory), 1)  # not before those that wait
-        memory.release(first)
-        await tasks[0]
-        assert came == [second]
-        memory.release(second)
-        await tasks[1]
-        memory.release(third)
-        assert memory.used_bytes == 0
-
-    asyncio.run(act())
+    tasks = [asyncio.create_task(wait(call)) for call in (second, third)]
+    await asyncio.sleep(0)
+    assert not memory.arrive(call_of(memory), 1)  # not before those that wait
+    memory.release(first)
+    await tasks[0]
+    assert came == [second]
+    memory.release(second)
+    await tasks[1]
+    memory.release(third)
+    assert memory.used_bytes == 0
 
 
-def test_a_tenant_has_three_quarters_at_most() -> None:
-    async def act() -> None:
-        memory = room_for(8)
-        hog, other = Tenant("hog"), Tenant("other")
-        calls = [call_of(memory, tenant=hog) for _ in range(7)]
-        assert [memory.arrive(call, MESSAGE) for call in calls] == [True] * 6 + [False]
-        waiting = asyncio.create_task(memory.wait_for_room(calls[-1], MESSAGE))
-        await asyncio.sleep(0)
-        await memory.wait_for_room(call_of(memory, tenant=other), MESSAGE)
-        assert not waiting.done()
-        memory.release(calls[0])
-        await waiting
-
-    asyncio.run(act())
+async def test_a_tenant_has_three_quarters_at_most() -> None:
+    memory = room_for(8)
+    hog, other = Tenant("hog"), Tenant("other")
+    calls = [call_of(memory, tenant=hog) for _ in range(7)]
+    assert [memory.arrive(call, MESSAGE) for call in calls] == [True] * 6 + [False]
+    waiting = asyncio.create_task(memory.wait_for_room(calls[-1], MESSAGE))
+    await asyncio.sleep(0)
+    await memory.wait_for_room(call_of(memory, tenant=other), MESSAGE)
+    assert not waiting.done()
+    memory.release(calls[0])
+    await waiting
 
 
 @pytest.mark.parametrize(("weight", "expected"), [(1, "light"), (10, "heavy")])
-def test_room_goes_to_the_tenant_that_holds_least_by_its_weight(weight: float, expected: str) -> None:
-    async def act() -> None:
-        memory = room_for(4)
-        heavy, light = Tenant("heavy", weight), Tenant("light")
-        calls = [call_of(memory, tenant=tenant) for tenant in (heavy, heavy, heavy, light, heavy, light)]
-        assert all(memory.arrive(call, MESSAGE) for call in calls[:4])
-        tasks = [asyncio.create_task(memory.wait_for_room(call, MESSAGE)) for call in calls[4:]]
-        await asyncio.sleep(0)
-        memory.release(calls[0])
-        done, others = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        assert [calls[4 + tasks.index(task)].tenant.name for task in done] == [expected]
-        for task in others:
-            task.cancel()
-
-    asyncio.run(act())
+async def test_room_goes_to_the_tenant_that_holds_least_by_its_weight(weight: float, expected: str) -> None:
+    memory = room_for(4)
+    heavy, light = Tenant("heavy", weight), Tenant("light")
+    calls = [call_of(memory, tenant=tenant) for tenant in (heavy, heavy, heavy, light, heavy, light)]
+    assert all(memory.arrive(call, MESSAGE) for call in calls[:4])
+    tasks = [asyncio.create_task(memory.wait_for_room(call, MESSAGE)) for call in calls[4:]]
+    await asyncio.sleep(0)
+    memory.release(calls[0])
+    done, others = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    assert [calls[4 + tasks.index(task)].tenant.name for task in done] == [expected]
+    for task in others:
+        task.cancel()
 
 
 @pytest.mark.parametrize("how", ["cancelled", "refused"])
-def test_who_gave_up_waiting_holds_nothing(how: str) -> None:
-    async def act() -> None:
-        memory = room_for(1)
-        first, second = call_of(memory), call_of(memory)
-        assert memory.arrive(first, MESSAGE)
-        waiting = asyncio.create_task(memory.wait_for_room(second, MESSAGE))
-        await asyncio.sleep(0)
-        if how == "cancelled":
-            waiting.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await waiting
-        else:
-            memory.tick([], LATER_S)
-            with pytest.raises(ServerBusy, match=r"no memory for a request of"):
-                await waiting
-        memory.release(second)
-        memory.release(first)
-        assert memory.used_bytes == 0
-        assert memory.arrive(second, MESSAGE)
-
-    asyncio.run(act())
+async def test_who_gave_up_waiting_holds_nothing(how: str) -> None:
+    memory = room_for(1)
+    first, second = call_of(memory), call_of(memory)
+    assert memory.arrive(first, MESSAGE)
+    waiting = asyncio.create_task(memory.wait_for_room(second, MESSAGE))
+    await asyncio.sleep(0)
+    if how == "cancelled":
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+    else:
+        memory.tick([], LATER_S)
+        with pytest.raises(ServerBusy, match=r"no memory for a request of"):
+            await waiting
+    memory.release(second)
+    memory.release(first)
+    assert memory.used_bytes == 0
+    assert memory.arrive(second, MESSAGE)
 
 
 # ------------------------------------------------------------------------------------------ who is too slow

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc.aio
@@ -12,47 +13,55 @@ from npugrad_server.pool import DeviceState, DeviceStatus
 from npugrad_server.rpc.health import LIVENESS, Health, register_health
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
-
-
-OPERATORS = {f"npugrad.v1.BackwardService/{name}": name for name in ("one", "other")}
+SERVICE = "npugrad.v1.BackwardService"
+OPERATORS = {f"{SERVICE}/{name}": name for name in ("one", "other")}
 
 
 def device(state: DeviceState, *unavailable: str) -> DeviceStatus:
     return DeviceStatus("cpu:0", "cpu", "", False, state, 0, "", unavailable=frozenset(unavailable))
 
 
-def with_health(act: Callable[[Health, Any], Awaitable[None]], down_limit_s: float | None = None) -> None:
-    """Runs a test against a Health behind a real socket, on one loop."""
-
-    async def run() -> None:
-        health = Health(["npugrad.v1.BackwardService"], down_limit_s, OPERATORS)
-        server = grpc.aio.server()
-        register_health(server, health)
-        port = server.add_insecure_port("127.0.0.1:0")
-        await server.start()
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-            await asyncio.wait_for(act(health, channel), 30)
-        await server.stop(None)
-
-    asyncio.run(run())
+def become(health: Health, *states: DeviceState) -> None:
+    """The only device goes through some states."""
+    for state in states:
+        health.update([device(state)])
 
 
-async def check(channel: Any, service: str = "") -> Any:
-    call = channel.unary_unary(
-        "/grpc.health.v1.Health/Check",
-        request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
-        response_deserializer=health_pb2.HealthCheckResponse.FromString,
-    )
-    return (await call(health_pb2.HealthCheckRequest(service=service))).status
+class Caller:
+    """A client of a Health behind a real socket."""
+
+    def __init__(self, channel: Any) -> None:
+        self._channel = channel
+
+    def _method(self, name: str, kind: str) -> Any:
+        return getattr(self._channel, kind)(
+            f"/grpc.health.v1.Health/{name}",
+            request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
+            response_deserializer=health_pb2.HealthCheckResponse.FromString,
+        )
+
+    async def check(self, *services: str) -> list[Any]:
+        check = self._method("Check", "unary_unary")
+        return [(await check(health_pb2.HealthCheckRequest(service=service))).status for service in services]
+
+    def watch(self, service: str = "") -> Any:
+        return self._method("Watch", "unary_stream")(health_pb2.HealthCheckRequest(service=service))
 
 
-def watch(channel: Any, service: str = "") -> Any:
-    call = channel.unary_stream(
-        "/grpc.health.v1.Health/Watch",
-        request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
-        response_deserializer=health_pb2.HealthCheckResponse.FromString,
-    )
-    return call(health_pb2.HealthCheckRequest(service=service))
+@asynccontextmanager
+async def served(down_limit_s: float | None = None) -> AsyncIterator[tuple[Health, Caller]]:
+    health = Health([SERVICE], down_limit_s, OPERATORS)
+    server = grpc.aio.server()
+    register_health(server, health)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        yield health, Caller(channel)
+    await server.stop(None)
+
+
+async def next_of(answers: Any) -> Any:
+    return (await asyncio.wait_for(answers.read(), 30)).status
 
 
 @pytest.mark.parametrize(
@@ -64,117 +73,85 @@ def watch(channel: Any, service: str = "") -> Any:
         ([DeviceState.DOWN, DeviceState.READY], True),
     ],
 )
-def test_serving_means_that_some_device_is_ready(states: list[DeviceState], serving: bool) -> None:
-    async def run() -> None:
-        health = Health([])
-        assert not health.is_serving
-        health.update(map(device, states))
-        assert health.is_serving == serving
-
-    asyncio.run(run())
+async def test_serving_means_that_some_device_is_ready(states: list[DeviceState], serving: bool) -> None:
+    health = Health([])
+    assert not health.is_serving
+    health.update(map(device, states))
+    assert health.is_serving == serving
 
 
-def test_draining_is_final_and_liveness_stays() -> None:
-    async def act(health: Health, channel: Any) -> None:
-        health.update([device(DeviceState.READY)])
-        assert await check(channel) == await check(channel, "npugrad.v1.BackwardService") == SERVING
+async def test_draining_is_final_and_liveness_stays() -> None:
+    async with served() as (health, caller):
+        become(health, DeviceState.READY)
+        assert await caller.check("", SERVICE) == [SERVING] * 2
         health.start_draining()
-        health.update([device(DeviceState.READY)])
-        assert await check(channel) == await check(channel, "npugrad.v1.BackwardService") == NOT_SERVING
-        assert await check(channel, LIVENESS) == SERVING
-
-    with_health(act)
+        become(health, DeviceState.READY)
+        assert await caller.check("", SERVICE, LIVENESS) == [NOT_SERVING, NOT_SERVING, SERVING]
 
 
-def test_watchers_see_each_change_and_end_with_the_server() -> None:
-    async def act(health: Health, channel: Any) -> None:
-        answers = watch(channel)
-        assert (await answers.read()).status == NOT_SERVING
+async def test_watchers_see_each_change_and_end_with_the_server() -> None:
+    async with served() as (health, caller):
+        answers = caller.watch()
+        assert await next_of(answers) == NOT_SERVING
         for state, expected in ((DeviceState.READY, SERVING), (DeviceState.DOWN, NOT_SERVING)):
-            health.update([device(state)])
-            assert (await answers.read()).status == expected
+            become(health, state)
+            assert await next_of(answers) == expected
         health.close()
         assert await answers.read() is grpc.aio.EOF
 
-    with_health(act)
 
-
-def test_a_watcher_that_does_not_read_holds_up_nobody() -> None:
-    async def act(health: Health, channel: Any) -> None:
-        idle = [watch(channel) for _ in range(5)]
+async def test_a_watcher_that_does_not_read_holds_up_nobody() -> None:
+    async with served() as (health, caller):
+        idle = [caller.watch() for _ in range(5)]
         for _ in range(2000):
-            health.update([device(DeviceState.READY)])
-            health.update([device(DeviceState.DOWN)])
+            become(health, DeviceState.READY, DeviceState.DOWN)
             await asyncio.sleep(0)
-        assert await check(channel) == NOT_SERVING
+        assert await caller.check("") == [NOT_SERVING]
         health.close()
         for answers in idle:
             answers.cancel()
 
-    with_health(act)
+
+async def test_liveness_ends_when_no_device_has_been_ready_for_too_long_and_comes_back_with_one() -> None:
+    health, unlimited, draining = Health([], 0.01), Health([]), Health([], 0.01)
+    become(health, DeviceState.STARTING)
+    become(unlimited, DeviceState.READY)
+    become(draining, DeviceState.READY)
+    draining.start_draining()
+    for other in (unlimited, draining):
+        become(other, DeviceState.DOWN)
+    await asyncio.sleep(0.05)
+    assert health.is_alive, "the start has limits of its own"
+    assert unlimited.is_alive
+    assert draining.is_alive
+    become(health, DeviceState.READY, DeviceState.DOWN, DeviceState.RESTARTING, DeviceState.DOWN)
+    changed = health._changed
+    assert health.is_alive
+    await asyncio.wait_for(changed.wait(), 30)
+    assert not health.is_alive
+    become(health, DeviceState.READY)
+    assert health.is_alive
 
 
-def test_liveness_ends_when_no_device_has_been_ready_for_too_long_and_comes_back_with_one() -> None:
-    seen = []
-
-    async def run() -> None:
-        health = Health([], down_limit_s=0.01)
-        health.update([device(DeviceState.STARTING)])
-        await asyncio.sleep(0.05)
-        seen.append(health.is_alive)  # the start has limits of its own
-        health.update([device(DeviceState.READY), device(DeviceState.DOWN)])
-        for state in (DeviceState.RESTARTING, DeviceState.DOWN):
-            health.update([device(state)])
-        changed = health._changed
-        seen.append(health.is_alive)
-        await asyncio.wait_for(changed.wait(), 30)
-        seen.append(health.is_alive)
-        health.update([device(DeviceState.READY)])
-        seen.append(health.is_alive)
-
-    asyncio.run(run())
-    assert seen == [True, True, False, True]
-
-
-def test_liveness_never_ends_without_a_limit_nor_while_the_server_drains() -> None:
-    async def run() -> None:
-        unlimited, draining = Health([]), Health([], down_limit_s=0.01)
-        for health in (unlimited, draining):
-            health.update([device(DeviceState.READY)])
-        draining.start_draining()
-        for health in (unlimited, draining):
-            health.update([device(DeviceState.DOWN)])
-        await asyncio.sleep(0.05)
-        assert unlimited.is_alive
-        assert draining.is_alive
-
-    asyncio.run(run())
-
-
-def test_whoever_watches_liveness_hears_of_its_end() -> None:
-    async def act(health: Health, channel: Any) -> None:
-        answers = watch(channel, LIVENESS)
-        assert (await answers.read()).status == SERVING
-        health.update([device(DeviceState.READY)])
-        health.update([device(DeviceState.DOWN)])
-        assert (await answers.read()).status == NOT_SERVING
+async def test_whoever_watches_liveness_hears_of_its_end() -> None:
+    async with served(0.01) as (health, caller):
+        answers = caller.watch(LIVENESS)
+        assert await next_of(answers) == SERVING
+        become(health, DeviceState.READY, DeviceState.DOWN)
+        assert await next_of(answers) == NOT_SERVING
         health.close()
 
-    with_health(act, down_limit_s=0.01)
 
-
-def test_an_operator_is_served_where_a_ready_device_runs_it() -> None:
-    async def act(health: Health, channel: Any) -> None:
+async def test_an_operator_is_served_where_a_ready_device_runs_it() -> None:
+    async with served() as (health, caller):
         one, other = OPERATORS
-        answers = watch(channel, one)
-        assert (await answers.read()).status == NOT_SERVING
+        answers = caller.watch(one)
+        assert await next_of(answers) == NOT_SERVING
         health.update([device(DeviceState.READY, "other"), device(DeviceState.QUARANTINED)])
-        assert (await answers.read()).status == SERVING
-        assert [await check(channel, name) for name in (one, other, "")] == [SERVING, NOT_SERVING, SERVING]
+        assert await next_of(answers) == SERVING
+        assert await caller.check(one, other, "") == [SERVING, NOT_SERVING, SERVING]
         health.update([device(DeviceState.QUARANTINED), device(DeviceState.READY, "one")])
-        assert (await answers.read()).status == NOT_SERVING
-        assert [await check(channel, name) for name in (one, other, "")] == [NOT_SERVING, SERVING, SERVING]
+        assert await next_of(answers) == NOT_SERVING
+        assert await caller.check(one, other, "") == [NOT_SERVING, SERVING, SERVING]
         health.start_draining()
-        assert await check(channel, other) == NOT_SERVING
-
-    with_health(act)
+        assert await caller.check(other) == [NOT_SERVING]

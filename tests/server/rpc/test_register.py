@@ -28,33 +28,27 @@ async def _handler(request: Any, context: Any) -> Any:
     return server_pb2.GetServerInfoResponse(version=repr(await context.read()))
 
 
-def test_methods_and_handlers_must_be_the_same_set() -> None:
-    async def run() -> None:
-        with pytest.raises(
-            ValueError, match=r"found handlers \['GetServerInfo'\]; expected \['GetServerInfo', 'List"
-        ):
-            register(grpc.aio.server(), SERVICE, {"GetServerInfo": _handler})
-
-    asyncio.run(run())
+async def test_methods_and_handlers_must_be_the_same_set() -> None:
+    with pytest.raises(
+        ValueError, match=r"found handlers \['GetServerInfo'\]; expected \['GetServerInfo', 'List"
+    ):
+        register(grpc.aio.server(), SERVICE, {"GetServerInfo": _handler})
 
 
-def test_a_deserializer_can_be_swapped_for_one_method() -> None:
-    async def run() -> None:
-        server = grpc.aio.server()
-        swapped: dict[str, Deserializer] = {"GetServerInfo": lambda data: f"raw {data!r}"}
-        register(server, SERVICE, {"GetServerInfo": _handler, "ListOperators": _handler}, swapped)
-        port = server.add_insecure_port("127.0.0.1:0")
-        await server.start()
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-            call: Any = channel.unary_unary(
-                f"/{SERVICE.full_name}/GetServerInfo",
-                response_deserializer=server_pb2.GetServerInfoResponse.FromString,
-            )
-            answer = await call(b"\xff\xff", timeout=20)
-        await server.stop(None)
-        assert answer.version == repr("raw b'\\xff\\xff'")
-
-    asyncio.run(run())
+async def test_a_deserializer_can_be_swapped_for_one_method() -> None:
+    server = grpc.aio.server()
+    swapped: dict[str, Deserializer] = {"GetServerInfo": lambda data: f"raw {data!r}"}
+    register(server, SERVICE, {"GetServerInfo": _handler, "ListOperators": _handler}, swapped)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        call: Any = channel.unary_unary(
+            f"/{SERVICE.full_name}/GetServerInfo",
+            response_deserializer=server_pb2.GetServerInfoResponse.FromString,
+        )
+        answer = await call(b"\xff\xff", timeout=20)
+    await server.stop(None)
+    assert answer.version == repr("raw b'\\xff\\xff'")
 
 
 def test_a_stream_has_chunks_and_messages_both_ways() -> None:

@@ -60,19 +60,16 @@ async def rest(unsent: UnsentReply) -> bytes:
 
 
 @pytest.mark.parametrize("sent", [0, 1, 3])
-def test_what_is_not_sent_leaves_the_arena_when_its_room_is_wanted(sent: int) -> None:
-    async def act() -> None:
-        ticket, room = Ticket(), room_for(len(CONTENT))
-        with reply(ticket, room) as unsent:
-            first = b"".join([bytes((await unsent.next()).data) for _ in range(sent)])
-            assert ticket.give_way()
-            assert ticket.give_way()  # it is under way
-            assert room.used_bytes == len(CONTENT) - 256 * sent
-            assert first + await rest(unsent) == CONTENT
-            assert ticket.is_closed
-        assert (room.used_bytes, ticket.give_way) == (0, None)
-
-    asyncio.run(act())
+async def test_what_is_not_sent_leaves_the_arena_when_its_room_is_wanted(sent: int) -> None:
+    ticket, room = Ticket(), room_for(len(CONTENT))
+    with reply(ticket, room) as unsent:
+        first = b"".join([bytes((await unsent.next()).data) for _ in range(sent)])
+        assert ticket.give_way()
+        assert ticket.give_way()  # it is under way
+        assert room.used_bytes == len(CONTENT) - 256 * sent
+        assert first + await rest(unsent) == CONTENT
+        assert ticket.is_closed
+    assert (room.used_bytes, ticket.give_way) == (0, None)
 
 
 def test_its_memory_goes_back_when_the_call_ends() -> None:
@@ -90,25 +87,19 @@ def test_its_memory_goes_back_when_the_call_ends() -> None:
         bytes(data)
 
 
-def test_there_is_a_limit_to_it_beyond_which_the_slow_are_ended() -> None:
-    async def act() -> None:
-        ticket, room = Ticket(), room_for(len(CONTENT) - 1)
-        with reply(ticket, room) as unsent:
-            assert not ticket.give_way()
-            assert await rest(unsent) == CONTENT
-        with reply(ticket, room, slow=True):
-            assert ticket.give_way()
-        assert not ticket.is_closed
-        assert room.used_bytes == 0
-
-    asyncio.run(act())
+async def test_there_is_a_limit_to_it_beyond_which_the_slow_are_ended() -> None:
+    ticket, room = Ticket(), room_for(len(CONTENT) - 1)
+    with reply(ticket, room) as unsent:
+        assert not ticket.give_way()
+        assert await rest(unsent) == CONTENT
+    with reply(ticket, room, slow=True):
+        assert ticket.give_way()
+    assert not ticket.is_closed
+    assert room.used_bytes == 0
 
 
-def test_a_call_may_end_while_its_reply_moves() -> None:
-    async def act() -> None:
-        ticket, room = Ticket(), room_for(len(CONTENT))
-        with reply(ticket, room):
-            assert ticket.give_way()
-        assert room.used_bytes == 0
-
-    asyncio.run(act())
+async def test_a_call_may_end_while_its_reply_moves() -> None:
+    ticket, room = Ticket(), room_for(len(CONTENT))
+    with reply(ticket, room):
+        assert ticket.give_way()
+    assert room.used_bytes == 0
