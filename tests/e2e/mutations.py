@@ -6,12 +6,14 @@ reference's results.
 
 from __future__ import annotations
 
+import math
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass
+from random import Random
 from typing import Any
 
 from google.protobuf.message import DecodeError
-from hypothesis import strategies as st
 from tests.calls import TIMEOUT_S, Sample, failure_of, fill, registry_of
 from tests.e2e.harness import (
     VICTIM_INPUT_ARENA,
@@ -40,7 +42,7 @@ from npugrad.operator import OpRecord
 from npugrad.products import Product
 from npugrad.registry import REGISTRY, Registry
 from npugrad.status import ascii_message
-from npugrad.v1 import operators_pb2, validation_pb2
+from npugrad.v1 import validation_pb2
 from npugrad.validation import error_from_verdict, validate_call
 
 # Floyd's least message has megabytes: only its header is damaged, whose operands never come.
@@ -184,72 +186,102 @@ def _assert_told(expected: Foretold, record: OpRecord, act: Callable[[], Any]) -
 
 # ---------------------------------------------------------------------------------------------- damage
 
-INT64 = st.one_of(
-    st.integers(-3, 40), st.integers(-(2**63), 2**63 - 1), st.sampled_from([2**31, 2**32, 2**62, 2**63 - 1])
+EXTREMES = (2**31, 2**32, 2**62, 2**63 - 1, -(2**31), -(2**63))
+VARINTS = (
+    *(b"\xff" * 9 + b"\x01", b"\x80" * 9 + b"\x01", b"\xff" * 12),
+    *(b"\xff\xff\xff\xff\x07", b"\0", b"\x0b", b"\x0c"),
 )
-SIZES = st.lists(st.one_of(st.integers(0, 12), INT64), max_size=10)
-INT32 = st.one_of(st.integers(-130, 130), st.integers(-(2**31), 2**31 - 1))
-LENGTHS = st.sampled_from([0, 1, MAX_STRING_BYTES - 1, MAX_STRING_BYTES, MAX_STRING_BYTES + 1])
-# What a field of the wire can hold for each kind, which is more than the kind allows.
-VALUES: dict[str, st.SearchStrategy[Any]] = {
-    "int64": INT64,
-    "int32": INT32,
-    "int8": INT32,
-    "uint64": st.integers(0, 2**64 - 1),
-    "double": st.floats(),
-    "bool": st.booleans(),
-    "string": st.one_of(st.sampled_from(["sum", "mean"]), st.text(max_size=9), LENGTHS.map("x".__mul__)),
-}
-ENTRIES: dict[str, st.SearchStrategy[Any]] = {
-    "int64_array": INT64,
-    "float_array": st.floats(width=32),
-    "bool_array": st.booleans(),
-}
+"""Numbers at the limits of their types, one that does not end, and groups, which nobody has."""
 
 
-@st.composite
-def damaged_tensor(draw: st.DrawFn, tensor: Any) -> None:
+def _int64(rng: Random) -> int:
+    return rng.choice((rng.randint(-3, 40), rng.randint(-(2**63), 2**63 - 1), rng.choice(EXTREMES)))
+
+
+def _int32(rng: Random) -> int:
+    return rng.choice((rng.randint(-130, 130), rng.randint(-(2**31), 2**31 - 1), -(2**31), 2**31 - 1))
+
+
+def _sizes(rng: Random) -> list[int]:
+    return [rng.choice((rng.randint(0, 12), _int64(rng))) for _ in range(rng.randint(0, 10))]
+
+
+def _float(rng: Random) -> float:
+    bits = struct.pack("<I", rng.getrandbits(32))
+    return float(rng.choice((*struct.unpack("<f", bits), 0.0, -0.0, 1.0, math.nan, math.inf, -math.inf)))
+
+
+def _text(rng: Random) -> str:
+    letters = "".join(chr(rng.choice((rng.randrange(128), rng.randrange(0xD800)))) for _ in range(9))
+    length = rng.choice((0, 1, MAX_STRING_BYTES - 1, MAX_STRING_BYTES, MAX_STRING_BYTES + 1))
+    return rng.choice(("sum", "mean", letters[: rng.randrange(10)], "x" * length))
+
+
+VALUES: dict[str, Callable[[Random], Any]] = {
+    "int64": _int64,
+    "int32": _int32,
+    "int8": _int32,
+    "uint64": lambda rng: rng.choice((rng.randint(0, 40), rng.getrandbits(64), 2**64 - 1)),
+    "double": lambda rng: rng.choice((_float(rng), *struct.unpack("<d", rng.randbytes(8)))),
+    "bool": lambda rng: rng.random() < 0.5,
+    "string": _text,
+}
+"""What a field of the wire can hold for each kind, which is more than the kind allows."""
+ENTRIES = {"int64_array": _int64, "float_array": _float, "bool_array": VALUES["bool"]}
+
+
+def _damage_tensor(rng: Random, tensor: Any) -> None:
     """Changes one thing of a tensor."""
-    what = draw(st.sampled_from(["dtype", "format", "shape", "axis", "strides", "offset", "data", "kind"]))
+    what = rng.choice(("dtype", "format", "shape", "axis", "strides", "offset", "data", "kind"))
     if what == "dtype":
-        tensor.meta.data_type = draw(st.integers(-1, 30))
+        tensor.meta.data_type = rng.randint(-1, 30)
     elif what == "format":
-        tensor.meta.format = draw(st.integers(-1, 15))
+        tensor.meta.format = rng.randint(-1, 15)
     elif what == "shape":
-        tensor.meta.shape[:] = draw(SIZES)
+        tensor.meta.shape[:] = _sizes(rng)
     elif what == "axis" and len(tensor.meta.shape):
-        tensor.meta.shape[draw(st.integers(0, len(tensor.meta.shape) - 1))] = draw(INT64)
+        tensor.meta.shape[rng.randrange(len(tensor.meta.shape))] = _int64(rng)
     elif what == "strides":
-        rank = len(tensor.meta.shape)
-        tensor.meta.strides[:] = draw(
-            st.one_of(SIZES, st.lists(st.integers(0, 30), min_size=rank, max_size=rank))
-        )
+        fitting = [rng.randint(0, 30) for _ in tensor.meta.shape]
+        tensor.meta.strides[:] = rng.choice((_sizes(rng), fitting))
     elif what == "offset":
-        tensor.meta.storage_offset = draw(INT64)
+        tensor.meta.storage_offset = _int64(rng)
     elif what == "data":
-        tensor.data = draw(
-            st.one_of(st.binary(max_size=64), st.just(tensor.data + b"\0"), st.just(tensor.data[:-4]))
-        )
+        other = rng.randbytes(rng.randint(0, 64))
+        tensor.data = rng.choice((other, tensor.data + b"\0", tensor.data[:-4]))
     elif what == "kind":
-        draw(
-            st.sampled_from([tensor.region.SetInParent, tensor.recipe.SetInParent, lambda: _announce(tensor)])
-        )()
+        kind = rng.choice(("region", "recipe", "chunks"))
+        if kind == "chunks":
+            tensor.chunked_bytes = len(tensor.data)
+        else:
+            getattr(tensor, kind).SetInParent()
 
 
-def _announce(tensor: Any) -> None:
-    tensor.chunked_bytes = len(tensor.data)
-
-
-def _fitting(tensor: Any) -> None:
+def _fit(tensor: Any) -> None:
     """Makes the content as long as the meta says, so that damage gets past the check of lengths."""
     try:
         meta = codec.decode_meta(tensor.meta, "", "")
     except NpugradError:
         return
     if tensor.WhichOneof("content") == "data" and meta.content_bytes <= 2**16:
-        tensor.data = (tensor.data * (meta.content_bytes // max(len(tensor.data), 1) + 1))[
-            : meta.content_bytes
-        ]
+        times = meta.content_bytes // max(len(tensor.data), 1) + 1
+        tensor.data = (tensor.data * times)[: meta.content_bytes]
+
+
+def _damage_attribute(rng: Random, message: Any, param: Any) -> None:
+    """Gives an attribute another value, legal or not."""
+    field = getattr(message, param.name)
+    if param.type in ENTRIES:
+        size = rng.choice((*range(6), MAX_ENTRIES, MAX_ENTRIES + 1))
+        some = [ENTRIES[param.type](rng) for _ in range(5)]
+        field.values[:] = (some * MAX_ENTRIES)[:size]
+    elif param.type == "scalar":
+        if rng.random() < 0.5:
+            field.data_type = rng.randint(-1, 30)
+        if rng.random() < 0.5:
+            field.value = rng.randbytes(rng.randint(0, 9))
+    else:
+        setattr(message, param.name, VALUES[param.type](rng))
 
 
 def good(made: Sample) -> Any:
@@ -259,77 +291,57 @@ def good(made: Sample) -> Any:
     return codec.unwrap(made.header()[0].header)[1]
 
 
-@st.composite
-def damaged_message(draw: st.DrawFn, registry: Registry) -> tuple[OpRecord, Any]:
+def damaged_message(rng: Random, registry: Registry) -> tuple[OpRecord, Any]:
     """A good request with one to four things changed."""
-    made = draw(st.sampled_from(BASES[registry]))
+    made = rng.choice(BASES[registry])
     record, message = made.record, good(made)
-    for _ in range(draw(st.integers(1, 4))):
-        param = draw(st.sampled_from(record.params))
-        if draw(st.integers(0, 9)) == 0:
+    for _ in range(rng.randint(1, 4)):
+        param = rng.choice(record.params)
+        if rng.random() < 0.1:
             message.ClearField(param.name)
         elif param in record.inputs:
-            draw(damaged_tensor(getattr(message, param.name)))
-            if draw(st.booleans()):
-                _fitting(getattr(message, param.name))
+            _damage_tensor(rng, getattr(message, param.name))
+            if rng.random() < 0.5:
+                _fit(getattr(message, param.name))
         elif param in record.outputs:
-            getattr(message, param.name).meta.CopyFrom(_declared(draw, made.call, record, param.name))
+            declared = getattr(message, param.name).meta
+            codec.encode_meta(record.infer(made.call)[param.name], declared)  # type: ignore[arg-type]
+            if rng.random() < 0.5:
+                declared.shape[:] = _sizes(rng)
         else:
-            draw(damaged_attribute(message, param))
-    if draw(st.integers(0, 5)) == 0:
-        options = operators_pb2.CallOptions(
-            priority=draw(st.integers(-(2**31), 2**31 - 1)),
-            label=draw(st.text(max_size=80)),
-            deterministic=draw(st.booleans()),
-            verify=draw(st.booleans()),
-        )
-        message.options.CopyFrom(options)
+            _damage_attribute(rng, message, param)
+    if rng.random() < 1 / 6:
+        message.options.priority = _int32(rng)
+        message.options.label = (_text(rng) * 9)[: rng.randint(0, 80)]
+        message.options.deterministic, message.options.verify = rng.random() < 0.5, rng.random() < 0.5
     return record, message
 
 
-def _declared(draw: st.DrawFn, call: Any, record: OpRecord, name: str) -> Any:
-    """The meta of an output as it should be, with one thing changed or none."""
-    declared = registry_of(record).requests[record.name]()
-    meta = record.infer(call)[name]
-    codec.encode_meta(meta, getattr(declared, name).meta)  # type: ignore[arg-type]
-    if draw(st.booleans()):
-        getattr(declared, name).meta.shape[:] = draw(SIZES)
-    return getattr(declared, name).meta
+def damaged_request(rng: Random, registry: Registry) -> tuple[OpRecord, bytes]:
+    """A good request as bytes, damaged; or no request at all."""
+    made = rng.choice(BASES[registry])
+    if rng.random() < 0.1:
+        return made.record, rng.randbytes(rng.randint(0, 200))
+    return made.record, damaged_bytes(rng, good(made).SerializeToString())
 
 
-@st.composite
-def damaged_attribute(draw: st.DrawFn, message: Any, param: Any) -> None:
-    """Gives an attribute another value, legal or not."""
-    field = getattr(message, param.name)
-    if param.type in ENTRIES:
-        entry = ENTRIES[param.type]
-        size = draw(st.sampled_from([*range(6), MAX_ENTRIES, MAX_ENTRIES + 1]))
-        field.values[:] = (draw(st.lists(entry, min_size=1, max_size=5)) * MAX_ENTRIES)[:size]
-    elif param.type == "scalar":
-        if draw(st.booleans()):
-            field.data_type = draw(st.integers(-1, 30))
-        if draw(st.booleans()):
-            field.value = draw(st.binary(max_size=9))
-    else:
-        setattr(message, param.name, draw(VALUES[param.type]))
-
-
-@st.composite
-def damaged_bytes(draw: st.DrawFn, registry: Registry) -> tuple[OpRecord, bytes]:
-    """A good request as bytes, with some of them changed, cut out or doubled; or no request at all."""
-    made = draw(st.sampled_from(BASES[registry]))
-    data = bytearray(good(made).SerializeToString())
-    for _ in range(draw(st.integers(0, 6))):
-        at = draw(st.integers(0, len(data) - 1))
-        way = draw(st.sampled_from(["set", "cut", "double", "end"]))
-        if way == "set":
-            data[at] = draw(st.integers(0, 255))
-        elif way == "cut":
-            del data[at : at + draw(st.integers(1, 40))]
-        elif way == "double":
-            data[at:at] = data[at : at + draw(st.integers(1, 40))]
+def damaged_bytes(rng: Random, data: bytes) -> bytes:
+    """Bytes with some changed, cut out, doubled or added."""
+    found = bytearray(data)
+    for _ in range(rng.randint(0, 6)):
+        # Metas and attributes are short, and lie at both ends of what may be mostly contents.
+        at = rng.randrange(len(found) + 1)
+        if rng.random() < 0.5:
+            at = min(at, rng.randrange(80)) if rng.random() < 0.5 else max(at - 80, 0)
+        way, size = rng.randrange(5), rng.randint(1, 40)
+        if way == 0 and at < len(found):
+            found[at] = rng.randrange(256)
+        elif way == 1:
+            del found[at : at + size]
+        elif way == 2:
+            found[at:at] = found[at : at + size]
+        elif way == 3:
+            found[at:at] = rng.choice(VARINTS)
         else:
-            del data[at + 1 :]
-        if not data:
-            break
-    return made.record, draw(st.binary(max_size=200)) if draw(st.integers(0, 9)) == 0 else bytes(data)
+            del found[rng.choice((at + 1, max(len(found) - size, 0))) :]
+    return bytes(found)

@@ -172,72 +172,67 @@ def test_mask_of_the_wrong_length(record: OpRecord, channel: grpc.Channel, legal
 # ---------------------------------------------------------------------------------------------- tensors
 
 
-def _meta(**fields: Any) -> Edit:
-    def edit(tensor: Any) -> None:
-        for name, value in fields.items():
-            if isinstance(value, list):
-                getattr(tensor.meta, name)[:] = value
-            else:
-                setattr(tensor.meta, name, value)
-
-    return edit
+def _put(tensor: Any, **fields: Any) -> None:
+    """Puts values into a tensor's meta."""
+    for name, value in fields.items():
+        if isinstance(value, list):
+            getattr(tensor.meta, name)[:] = value
+        else:
+            setattr(tensor.meta, name, value)
 
 
-def _shape(change: Callable[[list[int]], list[int]]) -> Edit:
-    def edit(tensor: Any) -> None:
-        tensor.meta.shape[:] = change(list(tensor.meta.shape))
-
-    return edit
-
-
-def _steps(change: Callable[[tuple[int, ...]], list[int]]) -> Edit:
-    def edit(tensor: Any) -> None:
-        tensor.meta.strides[:] = change(TensorMeta("int8", tuple(tensor.meta.shape)).contiguous_strides)
-
-    return edit
+def _steps(tensor: Any) -> list[int]:
+    """The strides that a tensor of its shape has."""
+    return list(TensorMeta("int8", tuple(tensor.meta.shape)).contiguous_strides)
 
 
 def _content(change: Callable[[bytes], bytes]) -> Edit:
-    def edit(tensor: Any) -> None:
-        tensor.data = change(tensor.data)
-
-    return edit
+    return lambda tensor: setattr(tensor, "data", change(tensor.data))
 
 
 DOCUMENTED = ("ACLNN_ERR_PARAM_INVALID", "ACLNN_ERR_INNER_TILING_ERROR")
 # What is done to one operand, and the reasons it may be refused with; a text is what MALFORMED_TENSOR says.
 TENSORS: dict[str, tuple[Edit, tuple[str, ...] | str]] = {
-    "dtype_complex": (_meta(data_type=tensor_pb2.DATA_TYPE_COMPLEX64), DOCUMENTED),
-    "dtype_string": (_meta(data_type=tensor_pb2.DATA_TYPE_STRING), DOCUMENTED),
-    "dtype_int16": (_meta(data_type=tensor_pb2.DATA_TYPE_INT16), DOCUMENTED),
-    "dtype_float8": (_meta(data_type=tensor_pb2.DATA_TYPE_FLOAT8_E4M3FN), DOCUMENTED),
-    "dtype_unset": (_meta(data_type=0), "found data type 0;"),
-    "dtype_unknown": (_meta(data_type=12345), "found data type 12345"),
-    "dtype_negative": (_meta(data_type=-1), "found data type -1"),
-    "format_unknown": (_meta(format=99), "found format 99"),
-    "rank_up": (_shape(lambda shape: [*shape, 7]), DOCUMENTED),
-    "rank_9": (_shape(lambda shape: [*shape, *[1] * (9 - len(shape))]), DOCUMENTED),
-    "rank_20": (_shape(lambda shape: [1] * 20), (*DOCUMENTED, "MALFORMED_TENSOR")),
-    "rank_33": (_shape(lambda shape: [1] * (MAX_RANK + 1)), f"found rank {MAX_RANK + 1}"),
-    "rank_60_000": (_shape(lambda shape: [1] * 60_000), "found rank 60000"),
-    "shape": (_shape(lambda shape: [*shape[:-1], shape[-1] + 3]), (*DOCUMENTED, "MALFORMED_TENSOR")),
-    "size_negative": (_shape(lambda shape: [-1, *shape[1:]]), "found shape [-1"),
-    "size_least": (_shape(lambda shape: [-(2**63), *shape[1:]]), "found shape [-9223372036854775808"),
-    "size_overflow": (_shape(lambda shape: [2**62, 2**62]), "2^63 - 1 bytes"),
-    "size_wraps_to_zero": (_shape(lambda shape: [2**32, 2**32]), "2^63 - 1 bytes"),
-    "size_wraps_around": (_shape(lambda shape: [2**32 + 1, 2**32 - 1]), "2^63 - 1 bytes"),
-    "size_greatest": (_shape(lambda shape: [2**63 - 1]), "2^63 - 1 bytes"),
-    "size_zero_and_greatest": (_shape(lambda shape: [0, 2**63 - 1, 2**63 - 1]), DOCUMENTED),
-    "strides_too_few": (_meta(strides=[1], shape=[2, 3]), "found 1 strides, rank 2"),
-    "strides_60_000": (_meta(strides=[1] * 60_000), "found 60000 strides"),
-    "strides_too_many": (_steps(lambda steps: [*steps, 1]), "found"),
-    "strides_negative": (_steps(lambda steps: [-steps[0], *steps[1:]]), "found strides"),
-    "strides_outside": (_steps(lambda steps: [2 * step for step in steps]), "bytes of content; expected"),
-    "strides_overflow": (_steps(lambda steps: [2**62] * len(steps)), "found"),
-    "strides_inside": (_steps(lambda steps: [0] * len(steps)), "found"),
-    "offset": (_meta(storage_offset=1), "bytes of content; expected"),
-    "offset_negative": (_meta(storage_offset=-1), "found storage offset -1"),
-    "offset_greatest": (_meta(storage_offset=2**63 - 1), "found"),
+    "dtype_complex": (lambda t: _put(t, data_type=tensor_pb2.DATA_TYPE_COMPLEX64), DOCUMENTED),
+    "dtype_string": (lambda t: _put(t, data_type=tensor_pb2.DATA_TYPE_STRING), DOCUMENTED),
+    "dtype_int16": (lambda t: _put(t, data_type=tensor_pb2.DATA_TYPE_INT16), DOCUMENTED),
+    "dtype_float8": (lambda t: _put(t, data_type=tensor_pb2.DATA_TYPE_FLOAT8_E4M3FN), DOCUMENTED),
+    "dtype_unset": (lambda t: _put(t, data_type=0), "found data type 0;"),
+    "dtype_unknown": (lambda t: _put(t, data_type=12345), "found data type 12345"),
+    "dtype_negative": (lambda t: _put(t, data_type=-1), "found data type -1"),
+    "format_unknown": (lambda t: _put(t, format=99), "found format 99"),
+    "rank_up": (lambda t: _put(t, shape=[*t.meta.shape, 7]), DOCUMENTED),
+    "rank_9": (lambda t: _put(t, shape=[*t.meta.shape, *[1] * (9 - len(t.meta.shape))]), DOCUMENTED),
+    "rank_20": (lambda t: _put(t, shape=[1] * 20), (*DOCUMENTED, "MALFORMED_TENSOR")),
+    "rank_33": (lambda t: _put(t, shape=[1] * (MAX_RANK + 1)), f"found rank {MAX_RANK + 1}"),
+    "rank_60_000": (lambda t: _put(t, shape=[1] * 60_000), "found rank 60000"),
+    "shape": (
+        lambda t: _put(t, shape=[*t.meta.shape[:-1], t.meta.shape[-1] + 3]),
+        (*DOCUMENTED, "MALFORMED_TENSOR"),
+    ),
+    "size_negative": (lambda t: _put(t, shape=[-1, *t.meta.shape[1:]]), "found shape [-1"),
+    "size_least": (
+        lambda t: _put(t, shape=[-(2**63), *t.meta.shape[1:]]),
+        "found shape [-9223372036854775808",
+    ),
+    "size_overflow": (lambda t: _put(t, shape=[2**62, 2**62]), "2^63 - 1 bytes"),
+    "size_wraps_to_zero": (lambda t: _put(t, shape=[2**32, 2**32]), "2^63 - 1 bytes"),
+    "size_wraps_around": (lambda t: _put(t, shape=[2**32 + 1, 2**32 - 1]), "2^63 - 1 bytes"),
+    "size_greatest": (lambda t: _put(t, shape=[2**63 - 1]), "2^63 - 1 bytes"),
+    "size_zero_and_greatest": (lambda t: _put(t, shape=[0, 2**63 - 1, 2**63 - 1]), DOCUMENTED),
+    "strides_too_few": (lambda t: _put(t, strides=[1], shape=[2, 3]), "found 1 strides, rank 2"),
+    "strides_60_000": (lambda t: _put(t, strides=[1] * 60_000), "found 60000 strides"),
+    "strides_too_many": (lambda t: _put(t, strides=[*_steps(t), 1]), "found"),
+    "strides_negative": (lambda t: _put(t, strides=[-_steps(t)[0], *_steps(t)[1:]]), "found strides"),
+    "strides_outside": (
+        lambda t: _put(t, strides=[2 * step for step in _steps(t)]),
+        "bytes of content; expected",
+    ),
+    "strides_overflow": (lambda t: _put(t, strides=[2**62] * len(_steps(t))), "found"),
+    "strides_inside": (lambda t: _put(t, strides=[0] * len(_steps(t))), "found"),
+    "offset": (lambda t: _put(t, storage_offset=1), "bytes of content; expected"),
+    "offset_negative": (lambda t: _put(t, storage_offset=-1), "found storage offset -1"),
+    "offset_greatest": (lambda t: _put(t, storage_offset=2**63 - 1), "found"),
     "content_shorter": (_content(lambda data: data[:-1]), "bytes of content; expected"),
     "content_longer": (_content(lambda data: data + b"\0"), "bytes of content; expected"),
     "content_empty": (_content(lambda data: b""), "found"),
@@ -301,8 +296,8 @@ def refusals(
 def test_more_axes_than_are_read(channel: grpc.Channel, legal: Legal) -> None:
     """Reading them would hold the event loop: the message is refused for its size, whatever is in it."""
     for record, edit in (
-        (GROUP_NORM, _shape(lambda shape: [1] * 10**6)),
-        (MSDA, _meta(strides=[1] * 100_000)),
+        (GROUP_NORM, lambda t: _put(t, shape=[1] * 10**6)),
+        (MSDA, lambda t: _put(t, strides=[1] * 100_000)),
     ):
         errors = refusals(channel, legal[record.name], record.inputs[0].name, edit, announce=True)
         # A unary method tells the operator; of a stream it would have to be read.
@@ -340,15 +335,17 @@ def test_header_that_names_no_operator(wire: Wire, channel: grpc.Channel) -> Non
     for call, kind, found in (
         (backward_pb2.ExecuteHeader(), MalformedRequest, "no call"),
         (unknown, UnsupportedOperator, "a call of an unknown operator"),
+        (None, MalformedRequest, "no call"),
     ):
-        frame = backward_pb2.ExecuteRequest(header=call)
-        for act in (
-            partial(call_execute, channel, [frame]),
-            partial(wire.validation.Validate, validation_pb2.ValidateRequest(call=call)),
-        ):
+        frame = backward_pb2.ExecuteRequest(header=call or backward_pb2.ExecuteHeader())
+        asks: dict[str, Callable[[], object]] = {
+            "execute: header": partial(call_execute, channel, [frame]),
+            "validate: call": partial(wire.validation.Validate, validation_pb2.ValidateRequest(call=call)),
+        }
+        for where, act in asks.items():
             error = failure_of(act).error
             assert (type(error), error.operator) == (kind, "")
-            assert f"found {found}; expected one of multi_scale" in str(error)
+            assert str(error).startswith(f"{where}: found {found}; expected one of multi_scale")
 
 
 def test_unknown_product(wire: Wire, legal: Legal) -> None:

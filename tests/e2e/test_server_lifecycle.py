@@ -13,17 +13,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.calls import TIMEOUT_S, Failure, call_execute, call_unary, failure_of, sample
 from tests.fix_server import ServerProcess, StartServer, run_command, server_flags
 
-from npugrad.errors import CircuitOpen, InvalidOperand
+from npugrad.errors import CircuitOpen
 from npugrad.products import Product
 from npugrad.v1 import (
-    backward_pb2,
     backward_pb2_grpc,
     server_pb2,
     server_pb2_grpc,
-    validation_pb2,
-    validation_pb2_grpc,
 )
-from npugrad.validation import validate_call
 from npugrad_server.pool.circuit_breaker import OPEN_S
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -337,60 +333,3 @@ def test_metrics_count_calls_bytes_stages_and_show_the_pool(start_server: StartS
     assert value("npugrad_workers_lost_total", device="cpu:0") == 0
     assert value("npugrad_active_calls", method="Execute") == 0
     assert value("npugrad_build_info", version=counted.info().version, product="atlas-a2") == 1
-
-
-# -------------------------------------------------------------------------------------- validation
-
-
-def validate(channel: grpc.Channel, call: Any, product: int = 0) -> validation_pb2.ValidateResponse:
-    stub = validation_pb2_grpc.ValidationServiceStub(channel)
-    request = validation_pb2.ValidateRequest(call=call, product=product)  # type: ignore[arg-type]
-    return stub.Validate(request, timeout=TIMEOUT_S)
-
-
-def test_validate_tells_every_violation_and_needs_no_content(server_channel: grpc.Channel) -> None:
-    made = sample()
-    for with_content in (True, False):
-        message = made.message()
-        if not with_content:
-            for param in made.record.inputs:
-                getattr(message, param.name).ClearField("data")
-        header = backward_pb2.ExecuteHeader(group_norm_backward=message)
-        good = validate(server_channel, header)
-        assert (good.status, len(good.violations), good.product) == (0, 0, Product.ATLAS_A2.wire)
-        assert [output.name for output in good.outputs] == ["grad_input", "grad_gamma", "grad_beta"]
-        header.group_norm_backward.group = 0
-        header.group_norm_backward.ClearField("mean")
-        bad = validate(server_channel, header)
-        local = validate_call(made.record, made.call.with_attrs(group=0).with_inputs(mean=None))
-        assert bad.status == local.status == 161001
-        assert [v.id for v in bad.violations] == [v.id for v in local.violations]
-        assert [v.text for v in bad.violations] == [v.text for v in local.violations]
-        assert all(v.sources for v in bad.violations)
-        assert not bad.outputs
-
-
-@pytest.mark.parametrize(
-    ("call", "found"),
-    [
-        (None, "validate: call: found no call; expected one of multi_scale_deformable_attention_grad"),
-        (b"", "validate: call: found no call; expected one of multi_scale_deformable_attention_grad"),
-        (b"\xfa\x01\x00", "validate: call: found a call of an unknown operator; expected one of"),  # field 31
-    ],
-)
-def test_validate_names_its_own_field(server_channel: grpc.Channel, call: bytes | None, found: str) -> None:
-    header = None if call is None else backward_pb2.ExecuteHeader.FromString(call)
-    assert str(failure_of(lambda: validate(server_channel, header)).error).startswith(found)
-
-
-def test_validate_takes_another_product_and_refuses_an_unknown_one(server_channel: grpc.Channel) -> None:
-    made = sample(dtype="bfloat16")
-    header = backward_pb2.ExecuteHeader(group_norm_backward=made.message())
-    answer = validate(server_channel, header, Product.ATLAS_TRAINING.wire)
-    assert (answer.status, answer.product) == (161002, Product.ATLAS_TRAINING.wire)
-    wrong = made.message()
-    wrong.group = 4
-    failure = failure_of(lambda: call_unary(server_channel, made.record, wrong))
-    assert isinstance(failure.error, InvalidOperand)
-    told = str(failure_of(lambda: validate(server_channel, header, 9)).error)
-    assert "product: found 9; expected one of 1 (atlas-training), 2 (atlas-a2), 3 (atlas-a3)" in told

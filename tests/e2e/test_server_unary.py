@@ -92,12 +92,6 @@ def test_channels_come_back_where_the_format_has_them(server_channel: grpc.Chann
     assert found.contents["grid_grad"].data == expected["grid_grad"].data
 
 
-def test_content_between_slices_of_a_mebibyte_arrives_whole(server_channel: grpc.Channel) -> None:
-    made = sample(n=1, c=4, hxw=100_001, group=2)
-    result = call_unary(server_channel, made.record, made.message())
-    assert {name: content.data for name, content in result.contents.items()} == made.reference()
-
-
 def test_reply_that_no_message_can_hold_is_refused_before_it_is_run(server_channel: grpc.Channel) -> None:
     made = repeated(2**31 + 2**8)
     failure = failure_of(lambda: call_unary(server_channel, made.record, made.message()))

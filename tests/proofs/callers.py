@@ -19,7 +19,7 @@ from tests.fix_server import ServerProcess
 from npugrad.v1 import backward_pb2_grpc
 from npugrad_client import AsyncClient, Client
 
-CALLERS, TIMEOUT_S, PACE_S = 4, 60.0, 0.01
+CALLERS, TIMEOUT_S, PACE_S, WRONG = 4, 60.0, 0.01, "a wrong result"
 Call = Callable[[], object]
 """Makes a call; returns what it was answered, or False for a wrong result."""
 ROUND_ROBIN = json.dumps(
@@ -140,7 +140,7 @@ class Load:
             begin_s, answer = time.monotonic(), None
             try:
                 answer = call()
-                told = "a wrong result" if answer is False else ""
+                told = WRONG if answer is False else ""
             except Exception as error:
                 told = reason_of(error)
             end_s = time.monotonic()
@@ -188,7 +188,8 @@ class Load:
     def __exit__(self, *_: object) -> None:
         self._over.set()
         for thread in self._threads:
-            thread.join(TIMEOUT_S + 10)
+            thread.join(2 * TIMEOUT_S)
+        assert not any(thread.is_alive() for thread in self._threads), "a call got no answer"
 
 
 class HeldCall:

@@ -18,8 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-from hypothesis import HealthCheck, Phase, given, seed, settings
-from hypothesis import strategies as st
 from tests.calls import Sample
 from tests.e2e.harness import Wire, assert_unharmed, run_victim
 from tests.e2e.mutations import (
@@ -28,6 +26,7 @@ from tests.e2e.mutations import (
     as_question,
     assert_answered,
     assert_validated,
+    damaged_bytes,
     damaged_message,
     good,
 )
@@ -83,20 +82,10 @@ def corpus(count: int, seed_: int = 0) -> dict[str, list[Parts]]:
     for made in BASES[REGISTRY]:
         found[made.record.name] = [_parts(made.record, good(made))]
 
-    @seed(seed_)
-    @settings(
-        max_examples=count,
-        deadline=None,
-        database=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(data=st.data())
-    def draw(data: st.DataObject) -> None:
-        record, message = data.draw(damaged_message(REGISTRY))
+    rng = random.Random(seed_)
+    for _ in range(count):
+        record, message = damaged_message(rng, REGISTRY)
         found[record.name].append(_parts(record, message))
-
-    draw()
     return found
 
 
@@ -135,28 +124,7 @@ class Mutator:
             else:
                 fields.pop(name, None)
         data = b"".join(fields.values())[:_MOST_BYTES]
-        return all_[0].record, self.damaged(data) if rng.random() < 0.4 else data
-
-    def damaged(self, data: bytes) -> bytes:
-        """Bytes with some changed, cut out, doubled or added."""
-        rng, found = self._rng, bytearray(data)
-        for _ in range(rng.randint(1, 4)):
-            # Metas and attributes are short, and lie at both ends of what is mostly contents.
-            at = rng.randrange(len(found) + 1)
-            if rng.random() < 0.5:
-                at = min(at, rng.randrange(80)) if rng.random() < 0.5 else max(at - 80, 0)
-            way, size = rng.randrange(5), rng.randint(1, 40)
-            if way == 0 and at < len(found):
-                found[at] = rng.randrange(256)
-            elif way == 1:
-                del found[at : at + size]
-            elif way == 2:
-                found[at:at] = found[at : at + size]
-            elif way == 3:
-                found[at:at] = rng.choice(_VARINTS)
-            else:
-                del found[len(found) - min(size, len(found)) :]
-        return bytes(found[:_MOST_BYTES])
+        return all_[0].record, damaged_bytes(rng, data)[:_MOST_BYTES] if rng.random() < 0.4 else data
 
     def one_in(self, many: int) -> bool:
         """Whether this is one of so many."""
@@ -183,7 +151,7 @@ class Mutator:
             at = rng.randrange(len(frames))
             way = rng.randrange(6)
             if way <= 1:
-                frames[at] = self.damaged(frames[at])
+                frames[at] = damaged_bytes(rng, frames[at])[:_MOST_BYTES]
             elif way == 2 and len(frames) > 1:
                 del frames[at]
             elif way == 3:
@@ -195,13 +163,6 @@ class Mutator:
         while sum(map(len, frames)) + 5 * len(frames) > MAX_CALL_BYTES:
             frames.pop()
         return frames
-
-
-_VARINTS = (
-    *(b"\xff" * 9 + b"\x01", b"\x80" * 9 + b"\x01", b"\xff" * 12),
-    *(b"\xff\xff\xff\xff\x07", b"\0", b"\x0b", b"\x0c"),
-)
-"""Numbers at the limits of their types, one that does not end, and groups, which nobody has."""
 
 
 def _good_frames(made: Sample) -> list[bytes]:

@@ -8,6 +8,7 @@ when nobody calls. The devices are simulated, and compute as the CPU does.
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import signal
@@ -16,24 +17,26 @@ import statistics
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import grpc
 from tests.benchmarks.resident import status_bytes
-from tests.calls import sample
+from tests.calls import gated, sample
 from tests.e2e.harness import STREAMED, UNARY, Wire, eventually, idle, workers_of
 from tests.e2e.load import Work, mixed_work
 from tests.fix_server import ServerProcess, run_server
 from tests.http2 import start_call
-from tests.proofs.callers import TIMEOUT_S, arguments
+from tests.proofs.callers import TIMEOUT_S, WRONG, Load, arguments
 from tests.proofs.mutations import Mutator, corpus
 from tests.proofs.proof import MIB, run, told, verdict
 from tests.raw_calls import RawCaller
 
+from npugrad.error_table import BY_REASON
 from npugrad.v1 import server_pb2
 from npugrad_client import Client, NpugradError
 
@@ -41,7 +44,7 @@ MOST_GROWTH_MIB, MOST_THREADS_MORE = 8.0, 2
 QUARTERS = 4
 _DEVICES = "test:2?ms=2&compute=1&crash=crash&hang=hang"
 _FLAGS = ("--respawn-backoff-s", "0.05", "--hang-grace-s", "0.5", "--log-level", "error")
-_CALLERS, _PAUSE_S, _HUNG_S = 2, 0.05, 0.25
+_PAUSE_S, _HUNG_S = 0.05, 0.25
 _DAMAGED = 50
 
 
@@ -92,10 +95,15 @@ class Faults:
         # Of a signature that no good call has: the circuits that it opens are its own.
         self._sample = sample(n=5)
         self._arguments = arguments(self._sample)
-        self.kinds: Sequence[Callable[[], None]] = (
-            *(self.kill, self.crash, self.hang, self.vanish, self.cancel),
-            *(self.run_out_of_time, self.break_off, self.damage),
-        )
+        kinds = (self.kill, self.crash, self.hang, self.vanish, self.cancel)
+        self._kinds = itertools.cycle((*kinds, self.run_out_of_time, self.break_off, self.damage))
+        self.made: Counter[str] = Counter()
+
+    def make(self) -> None:
+        """The next one."""
+        act = next(self._kinds)
+        act()
+        self.made[act.__name__.replace("_", " ")] += 1
 
     def kill(self) -> None:
         """SIGKILL for a worker."""
@@ -118,14 +126,9 @@ class Faults:
     def vanish(self) -> None:
         """A connection that goes in the middle of an upload."""
         with self._running.channel() as channel, suppress(grpc.RpcError):
-            frames = list(self._sample.frames())
             gate = threading.Event()
-
-            def some() -> Iterator[Any]:
-                yield from frames[:2]
-                gate.wait(TIMEOUT_S)
-
-            answer = Wire.of(channel).backward.Execute(some(), timeout=TIMEOUT_S)
+            frames = gated(self._sample.frames(), gate, 2)
+            answer = Wire.of(channel).backward.Execute(frames, timeout=TIMEOUT_S)
             time.sleep(self._rng.random() * _PAUSE_S)
             answer.cancel()
             gate.set()
@@ -159,73 +162,34 @@ class Faults:
                 pass
 
 
-class _Quarter:
-    """Load and faults for a while, and the memory of the front process meanwhile."""
+def _quarter(running: ServerProcess, work: list[Work], faults: Faults, found: Soaked, seconds: float) -> None:
+    """Load and faults for a while, and the memory of the front process meanwhile, then a time of rest."""
+    pid, resident, end_s = running.process.pid, [], time.monotonic() + seconds
+    with ExitStack() as stack:
+        calls = []
+        for way in (UNARY, STREAMED):  # large calls go streamed only
+            client = Client(running.address, timeout_s=TIMEOUT_S, stream_from_bytes=way)
+            works = itertools.cycle([each for each in work if way == STREAMED or not each.streamed])
+            calls.append(partial(_is_right, stack.enter_context(client), works))
+        load = stack.enter_context(Load(*calls, pace_s=0))
+        harm = stack.enter_context(Load(faults.make, callers=1, pace_s=_PAUSE_S))
+        while time.monotonic() < end_s and not harm.failed:
+            resident.append(status_bytes("VmRSS", pid) / MIB)
+            time.sleep(0.2)
+    failed = load.failed
+    found.right += load.calls - failed.total()
+    found.wrong += failed.pop(WRONG, 0)
+    found.failed += [told(harm.failed)] if harm.failed else []
+    found.failed += [reason for reason in failed if reason not in BY_REASON]
+    found.told += failed
+    found.resident_mib.append(statistics.median(resident))
+    _start_verifier(running)
+    found.quiet.append(_quiet(running))
 
-    def __init__(self, running: ServerProcess, work: list[Work], faults: Faults, found: Soaked) -> None:
-        self._running, self._work, self._faults, self._found = running, work, faults, found
-        self._lock, self._over = threading.Lock(), threading.Event()
 
-    @contextmanager
-    def _threads(self) -> Iterator[None]:
-        work = [lambda n=n: self._send(n) for n in range(_CALLERS)]
-        threads = [threading.Thread(target=self._guarded, args=(act,)) for act in (*work, self._harm)]
-        for thread in threads:
-            thread.start()
-        try:
-            yield
-        finally:
-            self._over.set()
-            for thread in threads:
-                thread.join(2 * TIMEOUT_S)
-            if any(thread.is_alive() for thread in threads):
-                self._found.failed.append("a call had no answer")
-
-    def _guarded(self, act: Callable[[], None]) -> None:
-        try:
-            act()
-        except Exception as error:
-            self._found.failed.append(f"{type(error).__name__}: {error}"[:2000])
-
-    def _send(self, number: int) -> None:
-        way = STREAMED if number % 2 else UNARY
-        with Client(self._running.address, timeout_s=TIMEOUT_S, stream_from_bytes=way) as client:
-            while not self._over.is_set():
-                work = self._next(number)
-                try:
-                    right = work.is_right(work.send(client))
-                except NpugradError as error:
-                    with self._lock:
-                        self._found.told[error.reason] += 1
-                    continue
-                with self._lock:
-                    self._found.right += right
-                    self._found.wrong += not right
-
-    def _next(self, number: int) -> Work:
-        """The next good call of a caller; large ones go streamed only."""
-        works = [work for work in self._work if number % 2 or not work.streamed]
-        return works[(self._found.right + number) % len(works)]
-
-    def _harm(self) -> None:
-        kinds = self._faults.kinds
-        number = 0
-        while not self._over.wait(_PAUSE_S):
-            act = kinds[number % len(kinds)]
-            act()
-            self._found.faults[act.__name__.replace("_", " ")] += 1
-            number += 1
-
-    def run(self, seconds: float) -> None:
-        """Lasts so long, then waits until the server has nothing to do."""
-        pid, resident, end_s = self._running.process.pid, [], time.monotonic() + seconds
-        with self._threads():
-            while time.monotonic() < end_s and not self._found.failed:
-                resident.append(status_bytes("VmRSS", pid) / MIB)
-                time.sleep(0.2)
-        self._found.resident_mib.append(statistics.median(resident))
-        _start_verifier(self._running)
-        self._found.quiet.append(_quiet(self._running))
+def _is_right(client: Client, works: Iterator[Work]) -> bool:
+    work = next(works)
+    return work.is_right(work.send(client))
 
 
 def _start_verifier(running: ServerProcess) -> None:
@@ -259,9 +223,10 @@ def soak(seconds: float, folder: Path, work: list[Work], seed: int = 0) -> Soake
         running = stack.enter_context(run_server(folder / "server.log", *_FLAGS, devices=_DEVICES))
         faults = Faults(running, seed)
         for _ in range(QUARTERS):
-            _Quarter(running, work, faults, found).run(seconds / QUARTERS)
+            _quarter(running, work, faults, found, seconds / QUARTERS)
             if found.failed:
                 break
+        found.faults = faults.made
     return found
 
 
