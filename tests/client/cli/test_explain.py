@@ -10,9 +10,10 @@ import pytest
 from rich.console import Console
 
 from npugrad import OPERATORS, OpRecord
-from npugrad.error_table import BY_CODE, ERRORS, ErrorRow
+from npugrad.error_table import BY_CODE, ERRORS
 from npugrad_client._cli.explain import UnknownSubject, explain, explanation, nearest
 
+CONSTRAINTS = [c for record in OPERATORS.values() for c in record.constraints]
 RECORDS = pytest.mark.parametrize("record", OPERATORS.values(), ids=list(OPERATORS))
 
 
@@ -30,28 +31,31 @@ def words(text: str) -> str:
 # -------------------------------------------------------------------------------------- codes and reasons
 
 
-@pytest.mark.parametrize("row", ERRORS, ids=lambda row: row.reason)
-def test_every_row_of_the_error_table_is_told(row: ErrorRow) -> None:
-    for subject in {row.reason, row.reason.lower(), str(row.code or row.reason)}:
-        text = said(subject)
-        assert row.reason in text
-        assert row.sentence in text
-        assert row.grpc_status in text
-        assert ("retrying may help" in text) is row.retryable
-        assert (str(row.code) in text) is (row.code is not None)
+def test_every_row_of_the_error_table_is_told_and_is_json_with_its_constraints() -> None:
+    for row in ERRORS:
+        for subject in {row.reason, row.reason.lower(), str(row.code or row.reason)}:
+            text = said(subject)
+            for piece in (row.reason, row.sentence, row.grpc_status):
+                assert piece in text, subject
+            assert ("retrying may help" in text) is row.retryable, subject
+            assert (str(row.code) in text) is (row.code is not None), subject
+        found = json.loads(json.dumps(explanation(row.reason)))["error"]
+        told = (found["code"], found["grpc_status"], found["retryable"])
+        assert told == (row.code, row.grpc_status, row.retryable)
+        assert len(found["constraints"]) == sum(c.code == row.code for c in CONSTRAINTS), row
 
 
-@pytest.mark.parametrize("code", sorted({c.code for s in OPERATORS.values() for c in s.constraints}))
-def test_a_code_lists_exactly_the_constraints_that_give_it(code: int) -> None:
-    text = said(str(code))
-    for record in OPERATORS.values():
-        rules = [c for c in record.constraints if c.code == code]
-        count = "1 constraint\n" if len(rules) == 1 else f"{len(rules)} constraints\n"
-        assert (f"{record.name}: {count}" in text) is bool(rules)
-        for rule in rules:
-            assert words(rule.text) in words(text)
-    listed = sum(line.startswith("  ") for line in text.splitlines())
-    assert listed == sum(c.code == code for s in OPERATORS.values() for c in s.constraints)
+def test_a_code_lists_exactly_the_constraints_that_give_it() -> None:
+    for code in {c.code for c in CONSTRAINTS}:
+        text = said(str(code))
+        for record in OPERATORS.values():
+            rules = [c for c in record.constraints if c.code == code]
+            count = "1 constraint\n" if len(rules) == 1 else f"{len(rules)} constraints\n"
+            assert (f"{record.name}: {count}" in text) is bool(rules), code
+            for rule in rules:
+                assert words(rule.text) in words(text), rule
+        listed = sum(line.startswith("  ") for line in text.splitlines())
+        assert listed == sum(c.code == code for c in CONSTRAINTS), code
 
 
 def test_a_code_that_no_rule_gives_says_so() -> None:
@@ -70,12 +74,9 @@ def test_a_difference_is_marked_and_the_mark_is_told() -> None:
 
 
 @RECORDS
-def test_an_operator_goes_by_each_of_its_names(record: OpRecord) -> None:
-    assert said(record.name) == said(record.aclnn_name) == said(record.aclnn_name.lower())
-
-
-@RECORDS
 def test_an_operator_tells_all_that_its_record_has(record: OpRecord) -> None:
+    """By each of its names, and in JSON as well."""
+    assert said(record.name) == said(record.aclnn_name) == said(record.aclnn_name.lower())
     text = words(said(record.name))
     for piece in (
         record.aclnn_name,
@@ -90,6 +91,13 @@ def test_an_operator_tells_all_that_its_record_has(record: OpRecord) -> None:
         *(n.reason for n in record.not_expressible),
     ):
         assert words(piece) in text, piece
+    found = json.loads(json.dumps(explanation(record.aclnn_name)))["operator"]
+    assert [p["name"] for p in found["parameters"]] == [p.name for p in record.params]
+    expected = [(c.id, c.code) for c in record.constraints]
+    assert [(c["id"], c["code"]) for c in found["constraints"]] == expected
+    assert all(words(rule["text"]) in text for rule in found["constraints"])
+    rule = found["constraints"][-1]
+    assert explanation(record.name, rule["id"]) == {"constraints": [rule]}
 
 
 @RECORDS
@@ -102,31 +110,24 @@ def test_an_operator_reads_well_in_80_columns(record: OpRecord) -> None:
         assert f"  {constraint.id} " in text, "an identifier was folded, so it cannot be copied"
 
 
-# -------------------------------------------------------------------------------------------- constraints
-
-CONSTRAINTS = [
-    pytest.param(s, c.id, id=f"{s.name}-{c.id}") for s in OPERATORS.values() for c in s.constraints
-]
-
-
-@pytest.mark.parametrize(("record", "identifier"), CONSTRAINTS)
-def test_a_constraint_tells_code_rule_sources_and_both_sides(record: OpRecord, identifier: str) -> None:
-    constraint = next(c for c in record.constraints if c.id == identifier)
-    text = words(said(record.name, identifier))
-    for piece in (
-        f"{record.name} {identifier}",
-        f"{constraint.code} {BY_CODE[constraint.code].reason}",
-        constraint.text,
-        *map(str, constraint.sources),
-        *constraint.operands,
-        *constraint.requires,
-    ):
-        assert words(piece) in text
-    vendor = constraint.vendor_words
+@RECORDS
+def test_a_constraint_tells_code_rule_sources_and_both_sides(record: OpRecord) -> None:
     said_of = {"accepts": "accepts such a call", "varies": "answers differently depending on the call"}
-    assert f"own source {said_of.get(vendor, f'returns {vendor}')}" in text
-    assert ("both sides" in text) is bool(constraint.pick)
-    assert words(constraint.pick) in text
+    for constraint in record.constraints:
+        text = words(said(record.name, constraint.id))
+        for piece in (
+            f"{record.name} {constraint.id}",
+            f"{constraint.code} {BY_CODE[constraint.code].reason}",
+            constraint.text,
+            *map(str, constraint.sources),
+            *constraint.operands,
+            *constraint.requires,
+        ):
+            assert words(piece) in text, constraint
+        vendor = constraint.vendor_words
+        assert f"own source {said_of.get(vendor, f'returns {vendor}')}" in text, constraint
+        assert ("both sides" in text) is bool(constraint.pick), constraint
+        assert words(constraint.pick) in text, constraint
 
 
 def test_a_constraint_alone_shows_every_operator_that_has_it() -> None:
@@ -182,34 +183,6 @@ def test_where_nothing_comes_near_both_names_of_every_operator_are_told(constrai
 
 def test_at_most_five_names_are_proposed() -> None:
     assert nearest("aaa", [f"aaa{i}" for i in range(20)], "x").count(",") == 4
-
-
-# ------------------------------------------------------------------------------------------- for scripts
-
-
-@RECORDS
-def test_an_operator_is_json_with_all_that_is_printed(record: OpRecord) -> None:
-    found = json.loads(json.dumps(explanation(record.aclnn_name)))["operator"]
-    assert [p["name"] for p in found["parameters"]] == [p.name for p in record.params]
-    assert [(c["id"], c["code"]) for c in found["constraints"]] == [
-        (c.id, c.code) for c in record.constraints
-    ]
-    text = words(said(record.name))
-    assert all(words(rule["text"]) in text for rule in found["constraints"])
-    rule = found["constraints"][-1]
-    assert explanation(record.name, rule["id"]) == {"constraints": [rule]}
-
-
-@pytest.mark.parametrize("row", ERRORS, ids=lambda row: row.reason)
-def test_a_row_of_the_error_table_is_json_with_its_constraints(row: ErrorRow) -> None:
-    found = json.loads(json.dumps(explanation(row.reason)))["error"]
-    assert (found["code"], found["grpc_status"], found["retryable"]) == (
-        row.code,
-        row.grpc_status,
-        row.retryable,
-    )
-    count = sum(c.code == row.code for s in OPERATORS.values() for c in s.constraints)
-    assert len(found["constraints"]) == count
 
 
 def test_what_is_not_known_is_no_json() -> None:
