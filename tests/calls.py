@@ -87,14 +87,7 @@ def header_frame(record: OpRecord, message: Any) -> Any:
 
 @dataclass(frozen=True)
 class Sample:
-    """A call with its data.
-
-    Attributes:
-        record: The operator.
-        call: Metas and attributes.
-        contents: Bytes of each operand that is not null, laid out as its meta says.
-        arrays: The operands as arrays over those bytes.
-    """
+    """A call with its data: bytes of operands that are not null, laid out as in their metas, and arrays."""
 
     record: OpRecord
     call: CallMeta
@@ -217,13 +210,7 @@ def arrays_of(result: codec.WireResult, contents: Mapping[str, bytes]) -> dict[s
 
 @dataclass
 class Reply:
-    """A streamed reply, put together.
-
-    Attributes:
-        result: Its header; contents in chunks have no data there.
-        contents: Content of each output.
-        chunk_sizes: Length of each chunk in order.
-    """
+    """A streamed reply, put together; contents in chunks have no data in `result`."""
 
     result: codec.WireResult
     contents: dict[str, bytes] = field(default_factory=dict)
@@ -266,13 +253,7 @@ def call_execute(
 
 @dataclass(frozen=True)
 class Failure:
-    """How a call failed.
-
-    Attributes:
-        status: gRPC status code.
-        error: The error of the contract that the status carries.
-        raw: The `google.rpc.Status`, serialized.
-    """
+    """How a call failed; `raw` is the `google.rpc.Status`, serialized."""
 
     status: grpc.StatusCode
     error: NpugradError

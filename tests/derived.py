@@ -64,13 +64,7 @@ def told(case: object) -> Iterator[None]:
 
 @dataclass(frozen=True, eq=False)
 class Derived:
-    """A kind of call of an operator.
-
-    Attributes:
-        record: Its operator.
-        sizes: Keywords of the record's `build`.
-        name: For test identifiers.
-    """
+    """A kind of call of an operator: sizes for its record's `build`, and a name for test identifiers."""
 
     record: OpRecord
     sizes: Mapping[str, Any]
@@ -198,12 +192,7 @@ def drawn(
 ) -> tuple[CallMeta, Operands]:
     """A call of any sizes, variants and factors, with operands of no forward pass.
 
-    Args:
-        record: Its operator.
-        seed: Of all that is drawn.
-        dtypes: One of them is that of its first operand.
-        most: Elements of the largest operand, where that is possible.
-        with_ties: Whether some have places where gradients jump.
+    Its first operand has one of the types, its largest so many elements at most, where that is possible.
     """
     rng = np.random.default_rng(seed)
     sizes, variants = dict(smaller(record, 5).sizes), record.workloads.variants

@@ -39,14 +39,7 @@ _BESIDE = 1e-9
 
 @dataclass(frozen=True)
 class EdgeCall:
-    """A call with its data.
-
-    Attributes:
-        record: The operator.
-        meta: The call.
-        inputs: Its operands.
-        name: For a person.
-    """
+    """A call with its data."""
 
     record: OpRecord
     meta: CallMeta

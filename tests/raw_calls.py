@@ -43,12 +43,7 @@ _AT_ONCE = 64
 
 @dataclass(frozen=True)
 class RawCall:
-    """A call to send.
-
-    Attributes:
-        path: ``b"/service/Method"``.
-        messages: What it sends, each without gRPC's prefix.
-    """
+    """A call to send: `b"/service/Method"`, and messages without gRPC's prefix."""
 
     path: bytes
     messages: Sequence[bytes]
@@ -69,12 +64,7 @@ class _Open:
 
 @dataclass
 class RawCaller:
-    """One connection.
-
-    Attributes:
-        address: ``"host:port"``.
-        timeout_s: What a call may take.
-    """
+    """One connection."""
 
     address: str
     timeout_s: float = 60.0
