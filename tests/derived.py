@@ -45,7 +45,7 @@ def turns(count: int) -> pytest.MarkDecorator:
 def random_cases(count: int) -> settings:
     """So many examples for hypothesis in `make test-all`, and in `make test` a fifth, as its profile has."""
     full = settings.get_profile("deep").max_examples
-    return settings(deadline=None, max_examples=max(1, count * settings().max_examples // full))
+    return settings(max_examples=max(1, count * settings().max_examples // full))
 
 
 def pairs(*axes: Sequence[Any]) -> list[list[Any]]:

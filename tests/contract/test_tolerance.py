@@ -39,7 +39,7 @@ def corrupted(array: npt.NDArray[Any], value: float, index: tuple[int, ...] = (3
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @given(seed=st.integers(0, 2**32 - 1), exponent=st.integers(-4, 4), outliers=st.booleans())
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 def test_correct_rounding_passes(dtype: DType, seed: int, exponent: int, outliers: bool) -> None:
     golden = normal(seed) * 10.0**exponent
     if outliers:

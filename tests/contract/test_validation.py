@@ -406,11 +406,8 @@ def check_outputs(record: OpRecord, call: CallMeta, outputs: Mapping[str, Tensor
             assert declared is None or (declared.shape, declared.dtype) == (meta.shape, meta.dtype)
 
 
-FUZZ = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
-
-
 @given(data=st.data())
-@FUZZ
+@settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 def test_legal_almost_legal_and_nonsensical_calls_get_a_verdict(
     record: OpRecord, data: st.DataObject
 ) -> None:

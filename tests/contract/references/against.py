@@ -93,7 +93,7 @@ def assert_agrees(
 def against(record: OpRecord, oracle: Oracle, *, tolerance: float = 1e-11, count: int = 200) -> type[Any]:
     """A class of tests: samples of the record, its modes combined, and calls of random sizes.
 
-    The oracle is an independent implementation of all outputs, from operands of any dtype and attributes; what
+    The oracle is an independent implementation of all outputs, from operands of any type and attributes; what
     it replaces in the operands, such as statistics of the forward pass, the reference is given too. The
     tolerance is relative to the largest element of an output, and the count is that of `make test-all`.
     """
