@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import re
 import threading
@@ -167,18 +168,19 @@ def test_a_deadline_ends_a_call_that_stalls() -> None:
         yield next(replies)  # the header came, and then nothing
         gate.hold()
 
-    def late(make: Make, way: int, of_client: bool) -> Any:
-        of_call = {} if of_client else {"timeout_s": 3}
-        with make(service.address, timeout_s=3 if of_client else 60, stream_from_bytes=way) as client:
-            return caught(lambda: client.group_norm_backward(**group_norm(), **of_call))
+    def late(make: Make, way: int, is_submitted: bool) -> Any:
+        with make(service.address, timeout_s=4 if is_submitted else 60, stream_from_bytes=way) as client:
+            if is_submitted:
+                return caught(client.submit.group_norm_backward(**group_norm()).result)
+            return caught(lambda: client.group_norm_backward(**group_norm(), timeout_s=4))
 
     begun_s = time.monotonic()
-    with fake_service(unary, execute) as service, ThreadPoolExecutor() as pool:
-        kinds = [(make, way) for make in (Client, Looped) for way in (UNARY, STREAMED)]
-        flying = [pool.submit(late, make, way, n in (0, 3)) for n, (make, way) in enumerate(kinds)]
+    with fake_service(unary, execute) as service, ThreadPoolExecutor(8) as pool:
+        kinds = itertools.product((Client, Looped), (UNARY, STREAMED), (False, True))
+        flying = [pool.submit(late, *kind) for kind in kinds]
         errors = [each.result() for each in flying]
         gate.open()
-    assert len(arrived_s) == 4
+    assert len(errors) == len(arrived_s) == 8
     for error in errors:
         assert type(error) is DeadlineExceeded, error
         assert not error.retryable
@@ -186,7 +188,7 @@ def test_a_deadline_ends_a_call_that_stalls() -> None:
         found = re.fullmatch(text, str(error))
         assert found, error
         # All of the time, but for what passed before the call was sent.
-        assert 3 - (max(arrived_s) - begun_s) - 0.001 <= float(found[1]) <= 3
+        assert 4 - (max(arrived_s) - begun_s) - 0.001 <= float(found[1]) <= 4
 
 
 @BOTH
