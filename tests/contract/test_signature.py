@@ -1,4 +1,4 @@
-"""What a signature has of a request and leaves out, which requests have none, and that protobuf agrees."""
+"""What is read of requests before they are parsed: signatures, which protobuf confirms, and their bulk."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ import pytest
 from google.protobuf.message import DecodeError
 from hypothesis import example, given
 from hypothesis import strategies as st
+from tests.calls import fill
 from tests.derived import told
 from tests.operators import GROUP_NORM as NORM
 from tests.synthetic.record import REGISTRY as SYNTHETIC
 
 from npugrad import codec
+from npugrad.bounded_parser import MAX_FIELDS, MAX_PARSED_BYTES, MessageTooBulky, bounded_parser
 from npugrad.call import CallOptions
 from npugrad.generators import Draw
 from npugrad.meta import CallMeta
@@ -21,6 +23,7 @@ from npugrad.products import Product
 from npugrad.recipe import Recipe
 from npugrad.registry import REGISTRY, Registry
 from npugrad.signature import MAX_KEY_BYTES, Signature, SignatureReader
+from npugrad.v1 import backward_pb2, operators_pb2, validation_pb2
 from npugrad.varint import encode_varint
 
 SEED, OTHER_SEED = 7, 2**64 - 1
@@ -409,3 +412,99 @@ def test_any_bytes_are_read_or_left_to_the_general_way(data: bytes) -> None:
     found = reader(REGISTRY.requests[NORM.name])
     found.read(data)
     found.is_plain(data)
+
+
+# What is parsed of messages from anybody: contents of any length, and not much besides.
+
+REQUEST = operators_pb2.GroupNormBackwardRequest
+N, NO_FIELD, EMPTY_TENSOR = b"\x38\x01", b"\x78\x01", b"\x12\x00"
+parse = bounded_parser(REQUEST)
+
+
+def described(axes: int) -> Any:
+    """A request that describes a tensor of so many axes."""
+    message = REQUEST()
+    message.grad_out.meta.shape[:] = [1] * axes
+    return message
+
+
+@pytest.mark.parametrize(
+    "more", [N, NO_FIELD, EMPTY_TENSOR, b"\x7b\x7c"], ids=["n", "unknown", "empty", "group"]
+)
+def test_many_small_fields_are_too_many_in_a_large_message(more: bytes) -> None:
+    begun = fill(NORM, NORM.build(n=1, c=8, hxw=2**13, group=2)).message().SerializeToString()
+    assert parse(begun) == REQUEST.FromString(begun)
+    for count in (MAX_FIELDS, 2**20):
+        with pytest.raises(MessageTooBulky, match=r"more than 65536 bytes besides contents, or 4096 fields"):
+            parse(begun + more * count)
+
+
+def test_long_descriptions_are_too_long_wherever_they_are() -> None:
+    validate = bounded_parser(validation_pb2.ValidateRequest)
+    frame = bounded_parser(backward_pb2.ExecuteRequest)
+    for axes, is_legal in ((MAX_PARSED_BYTES - 100, True), (MAX_PARSED_BYTES, False)):
+        message = described(axes)
+        asked = validation_pb2.ValidateRequest()
+        asked.call.group_norm_backward.CopyFrom(message)
+        header = backward_pb2.ExecuteRequest()
+        header.header.group_norm_backward.CopyFrom(message)
+        pairs: list[tuple[Any, Any]] = [(parse, message), (validate, asked), (frame, header)]
+        for parser, made in pairs:
+            if is_legal:
+                assert parser(made.SerializeToString()) == made
+            else:
+                with pytest.raises(MessageTooBulky):
+                    parser(made.SerializeToString())
+
+
+def test_numbers_in_more_bytes_than_they_need_hide_nothing() -> None:
+    padded = b"\xb8\x80\x80\x00\x81\x00"
+    message = REQUEST.FromString(padded)
+    assert message.n == 1
+    with pytest.raises(MessageTooBulky):
+        parse(padded + N * 2**20)
+
+
+class Watched(bytes):
+    """Bytes that count how often somebody looks at them."""
+
+    looks = 0
+
+    def __getitem__(self, at: Any) -> Any:
+        Watched.looks += 1
+        return super().__getitem__(at)
+
+
+def test_a_number_without_end_is_left_to_protobuf_after_ten_bytes() -> None:
+    """Read to its end it would take minutes: each byte more makes a larger number."""
+    Watched.looks = 0
+    for begun in (b"", b"\x38", b"\x12"):
+        with pytest.raises(DecodeError):
+            parse(Watched(begun + b"\xff" * 2**20))
+    assert Watched.looks < 64
+
+
+@given(st.binary(max_size=64), st.integers(0, 64))
+def test_anything_else_is_what_protobuf_makes_of_it(noise: bytes, at: int) -> None:
+    """Also where a large message is damaged or cut short."""
+    large = REQUEST()
+    large.input.data = bytes(MAX_PARSED_BYTES + 1)
+    whole = large.SerializeToString()
+    data = whole[:at] + noise + whole[at:]
+    try:
+        expected = REQUEST.FromString(data)
+    except DecodeError:
+        with pytest.raises(DecodeError):
+            parse(data)
+    else:
+        try:
+            assert parse(data) == expected
+        except MessageTooBulky:
+            assert expected.ByteSize() - len(expected.input.data) > MAX_PARSED_BYTES
+
+
+def test_a_signature_is_not_read_through_millions_of_fields() -> None:
+    """Steps are counted by what is looked at: bytes behind the first few thousand are not."""
+    Watched.looks = 0
+    assert reader(REGISTRY.requests[NORM.name]).read(Watched(N * 2**20)) is None
+    assert Watched.looks < 2**15

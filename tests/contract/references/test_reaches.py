@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from tests.operators import GRID_SAMPLER, GROUP_NORM
-from tests.reaches import MASK, masked, prove
+from tests.reaches import masked, prove, unlike_samples
 
 from npugrad import OPERATORS, Product
 from npugrad.meta import CallMeta
@@ -28,13 +28,7 @@ def golden(record: OpRecord, call: CallMeta, arrays: Mapping[str, Array | None])
 
 
 def test_every_sample_under_every_mask(record: OpRecord) -> None:
-    """Types and sizes reach nothing: of samples that differ in these alone there is one."""
-    alike: dict[str, CallMeta] = {}
-    for sample in record.samples(Product.ATLAS_A2):
-        there = [meta and bool(meta.size) for meta in sample.call.inputs.values()]
-        attrs = {n: v is None if n == MASK else v for n, v in sample.call.attrs.items() if n != "scale_value"}
-        alike.setdefault(str((there, attrs)), sample.call)
-    for call in alike.values():
+    for call in unlike_samples(record):
         for one in masked(record, call):
             prove(record, one, golden)
 
