@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import signal
 import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.calls import Sample, fill
+from tests.calls import Sample, sample
+from tests.client.both import WAYS, Looped, Make, caught
 from tests.client.fake_service import (
-    STREAMED,
     UNARY,
     Context,
     Gate,
@@ -28,9 +28,9 @@ from tests.client.fake_service import (
     zeros,
 )
 from tests.fix_server import StartServer
+from tests.proofs.callers import Load, arguments, sdk
 from tests.proofs.restarts import prove
 
-from npugrad import OPERATORS
 from npugrad.errors import ServerBusy
 from npugrad.operator import OpRecord
 from npugrad_client import (
@@ -43,23 +43,9 @@ from npugrad_client import (
     _picker,
 )
 
-RECORD = OPERATORS["group_norm_backward"]
-
-
-def calls(number: int) -> list[Sample]:
-    """Calls with their own data, small and streamed ones in turn."""
-    return [
-        fill(RECORD, RECORD.build(n=2, c=8, hxw=20_000 if seed % 4 == 0 else 64, group=2), seed)
-        for seed in range(number)
-    ]
-
 
 def is_right(call: Sample, grads: Any) -> bool:
     return {name: getattr(grads, name).tobytes() for name in call.outputs} == call.reference()
-
-
-def given(call: Sample) -> dict[str, Any]:
-    return {**call.arrays, **call.call.attrs}
 
 
 # ------------------------------------------------------------------------------------------- real servers
@@ -67,33 +53,24 @@ def given(call: Sample) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_no_call_is_lost_when_one_of_two_servers_is_killed_under_load(start_server: StartServer) -> None:
-    """Neither of a client in threads nor of an asynchronous one."""
+    """Neither of a client in threads nor of an asynchronous one, unary and streamed, each with own data."""
     victim, survivor = start_server(check_end=False), start_server()
-    targets, chosen, number = [victim.address, survivor.address], calls(8), 120
-    answered = itertools.count(1)
-
-    def judged(index: int, grads: Any) -> tuple[bool, int]:
-        if next(answered) == number // 4:
-            victim.signal(signal.SIGKILL)
-        return is_right(chosen[index % 8], grads), grads.info.tries
-
-    async def work() -> list[tuple[bool, int]]:
-        async with AsyncClient(targets, timeout_s=60) as client:
-
-            async def one(index: int) -> tuple[bool, int]:
-                return judged(index, await client.group_norm_backward(**given(chosen[index % 8])))
-
-            return await asyncio.gather(*map(one, range(number)))
-
-    with Client(targets, timeout_s=60) as client, ThreadPoolExecutor(8) as pool:
-        flying = [
-            pool.submit(lambda i: judged(i, client.group_norm_backward(**given(chosen[i % 8]))), index)
-            for index in range(number)
-        ]
-        results = asyncio.run(asyncio.wait_for(work(), 100)) + [future.result(60) for future in flying]
-    assert len(results) == 2 * number
-    assert all(right for right, _ in results)
-    assert max(tries for _, tries in results) > 1, "no call met the killed server"
+    targets = [victim.address, survivor.address]
+    with ExitStack() as stack:
+        loads = []
+        for (make, hxw), made in zip(
+            itertools.product((Client, Looped), (64, 20_000)), range(4), strict=True
+        ):
+            call = stack.enter_context(sdk(targets, sample(n=2, c=8, hxw=hxw, group=2, seed=made), make))
+            loads.append(stack.enter_context(Load(call, callers=2, pace_s=0.05)))
+        for load in loads:
+            load.wait_for(15)
+        victim.signal(signal.SIGKILL)
+        for load in loads:
+            load.wait_for(load.calls + 45)
+    assert [load.failed for load in loads] == [{}] * 4
+    tries = [each.answer.tries for load in loads for each in load.ended]
+    assert max(tries) > 1, "no call met the killed server"
     survivor.assert_nothing_leaked()
 
 
@@ -112,22 +89,22 @@ def test_a_server_that_stands_still_costs_the_calls_that_wait_for_it_and_no_othe
 ) -> None:
     """A stopped process: its connections stay open, and nothing is ever answered."""
     first, second = start_server(check_end=False), start_server()
-    call = calls(2)[1]
+    call = sample(seed=1)
     with Client([first.address, second.address], timeout_s=2, retry=None) as client:
         for _ in range(4):
-            client.group_norm_backward(**given(call), timeout_s=60)
+            client.group_norm_backward(**arguments(call), timeout_s=60)
         first.signal(signal.SIGSTOP)
         late = 0
         for _ in range(40):
             try:
-                assert is_right(call, client.group_norm_backward(**given(call)))
+                assert is_right(call, client.group_norm_backward(**arguments(call)))
             except DeadlineExceeded:
                 late += 1
         assert 1 <= late <= 4
         first.signal(signal.SIGCONT)
         before = first.info().accepted_calls
         for _ in range(3000):
-            client.group_norm_backward(**given(call), timeout_s=60)
+            client.group_norm_backward(**arguments(call), timeout_s=60)
             if first.info().accepted_calls > before:
                 return
         pytest.fail("the server got no calls again")
@@ -143,11 +120,11 @@ def test_addresses_behind_one_target_share_the_calls_and_a_lost_one_loses_none(
     servers = [start_server(listen=f"127.0.0.{n}:{port}", check_end=n == 3) for n in (2, 3)]
     with Client(f"ipv4:127.0.0.2:{port},127.0.0.3:{port}", timeout_s=60) as client:
         client.server_info()
-        call = calls(2)[1]
+        call = sample(seed=1)
         while not all(server.info().accepted_calls for server in servers):
-            client.group_norm_backward(**given(call))
+            client.group_norm_backward(**arguments(call))
         servers[0].signal(signal.SIGKILL)
-        assert all(is_right(call, client.group_norm_backward(**given(call))) for _ in range(30))
+        assert all(is_right(call, client.group_norm_backward(**arguments(call))) for _ in range(30))
 
 
 # ---------------------------------------------------------------------------------- servers that are made up
@@ -183,31 +160,12 @@ def refuse(error: Exception, seen: list[str] | None = None) -> Any:
 def both(targets: list[str], policy: RetryPolicy | None, way: int, number: int = 1) -> list[list[Any]]:
     """The same calls from both clients, errors as they come."""
 
-    def blocking() -> list[Any]:
-        found: list[Any] = []
-        with Client(targets, timeout_s=20, retry=policy, stream_from_bytes=way) as client:
-            for _ in range(number):
-                try:
-                    found.append(client.group_norm_backward(**group_norm()))
-                except Exception as error:
-                    found.append(error)
-        return found
+    def asked(make: Make) -> list[Any]:
+        with make(targets, timeout_s=20, retry=policy, stream_from_bytes=way) as client:
+            return [caught(lambda: client.group_norm_backward(**group_norm())) for _ in range(number)]
 
-    async def work() -> list[Any]:
-        found: list[Any] = []
-        async with AsyncClient(targets, timeout_s=20, retry=policy, stream_from_bytes=way) as client:
-            for _ in range(number):
-                found += await asyncio.gather(
-                    client.group_norm_backward(**group_norm()), return_exceptions=True
-                )
-        return found
-
-    with ThreadPoolExecutor(1) as pool:
-        one = pool.submit(blocking)
-        return [asyncio.run(work()), one.result()]
-
-
-WAYS = pytest.mark.parametrize("way", [UNARY, STREAMED], ids=["unary", "streamed"])
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(asked, (Client, Looped)))
 
 
 @WAYS

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
+from tests.client.both import BOTH, Make, call_once
 from tests.client.fake_service import group_norm
 from tests.e2e.limiting_proxy import limiting_proxy
 from tests.fix_server import ServerProcess
 from tests.operators import GROUP_NORM
 
-from npugrad_client import AsyncClient, Client, Recipe
+from npugrad_client import Client, Recipe
 
 LIMIT_BYTES = 2**20 + 2**18
 """Room for a chunk; not for calls that are sent as one message up to 2 MiB."""
@@ -27,24 +27,6 @@ def proxy(server: ServerProcess) -> Iterator[Proxy]:
         yield made
 
 
-def sync_calls(address: str, calls: list[dict[str, Any]], **options: Any) -> list[Any]:
-    with Client(address, timeout_s=60, **options) as client:
-        return [client.group_norm_backward(**call) for call in calls]
-
-
-def async_calls(address: str, calls: list[dict[str, Any]], **options: Any) -> list[Any]:
-    async def main() -> list[Any]:
-        async with AsyncClient(address, timeout_s=60, **options) as client:
-            return [await client.group_norm_backward(**call) for call in calls]
-
-    return asyncio.run(main())
-
-
-def submitted_calls(address: str, calls: list[dict[str, Any]], **options: Any) -> list[Any]:
-    with Client(address, timeout_s=60, threads=1, **options) as client:
-        return [future.result(60) for future in [client.submit.group_norm_backward(**call) for call in calls]]
-
-
 def large_reply() -> dict[str, Any]:
     """A call of a short request, whose operands the server makes, with a long reply."""
     call = group_norm(n=2, c=8, hxw=HXW)
@@ -53,20 +35,22 @@ def large_reply() -> dict[str, Any]:
     return call
 
 
-@pytest.mark.parametrize("act", [sync_calls, async_calls, submitted_calls])
+@BOTH
 @pytest.mark.parametrize(
-    "make", [lambda: group_norm(n=2, c=4, hxw=HXW), large_reply], ids=["request", "reply"]
+    "call", [lambda: group_norm(n=2, c=4, hxw=HXW), large_reply], ids=["request", "reply"]
 )
 def test_what_is_too_large_as_one_message_is_streamed(
-    server: ServerProcess, proxy: Proxy, act: Callable[..., list[Any]], make: Any
+    server: ServerProcess, proxy: Proxy, make: Make, call: Callable[[], dict[str, Any]]
 ) -> None:
     """The first call of its size twice, the second time as a stream; those that follow only so."""
     address, methods = proxy
-    call = make()
-    found = act(address, [call, call, group_norm(), call])
+    given = call()
+    with make(address, timeout_s=60) as client:
+        found = [client.group_norm_backward(**each) for each in (given, given, group_norm())]
+        found.append(client.submit.group_norm_backward(**given).result(60))
     assert [each.info.tries for each in found] == [2, 1, 1, 1]
     assert [name for name in methods if name == "Execute"] == ["Execute"] * 3
-    (right,) = sync_calls(server.address, [call])
+    right = call_once(Client, server.address, given)
     for each in (found[0], found[1], found[3]):
         assert np.array_equal(each.grad_input, right.grad_input)
         assert np.array_equal(each.grad_gamma, right.grad_gamma)

@@ -6,8 +6,7 @@ have another package. How versions that fit talk is what `tests/proofs/skew.py` 
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from importlib.metadata import version
@@ -18,12 +17,13 @@ import grpc
 import numpy as np
 import pytest
 from allpairspy import AllPairs
+from tests.client.both import BOTH, Looped, Make
 from tests.fix_server import ServerProcess, run_server
 from tests.operators import GRID_SAMPLER, GROUP_NORM
 
 from npugrad.errors import UnsupportedOperator
 from npugrad.operator import OpRecord
-from npugrad_client import AsyncClient, Client, RetryPolicy
+from npugrad_client import Client, RetryPolicy
 
 STREAMED, UNARY = 0, 2**30
 MISSED = "^group_norm_backward runs locally because the server lacks it: .*(its|of) version "
@@ -62,29 +62,21 @@ def validation_of(record: OpRecord) -> dict[str, Any]:
     return {"inputs": call.inputs, "attrs": call.attrs}
 
 
-def sync_call(address: str, name: str, call: dict[str, Any], **options: Any) -> Any:
-    with Client(address, **options) as client:
+def ask(make: Make, address: str, name: str, call: dict[str, Any], **options: Any) -> Any:
+    with make(address, **options) as client:
         return getattr(client, name)(**call)
 
 
-def async_call(address: str, name: str, call: dict[str, Any], **options: Any) -> Any:
-    async def main() -> Any:
-        async with AsyncClient(address, **options) as client:
-            return await getattr(client, name)(**call)
-
-    return asyncio.run(main())
-
-
 @pytest.mark.parametrize(
-    ("act", "retry", "stream_from_bytes"),
-    [*AllPairs([[sync_call, async_call], [RetryPolicy(), RetryPolicy(hedge_after_s=60)], [STREAMED, UNARY]])],
+    ("make", "retry", "stream_from_bytes"),
+    [*AllPairs([[Client, Looped], [RetryPolicy(), RetryPolicy(hedge_after_s=60)], [STREAMED, UNARY]])],
 )
 def test_a_call_is_refused_with_operator_and_version(
-    older: ServerProcess, act: Callable[..., Any], retry: RetryPolicy, stream_from_bytes: int
+    older: ServerProcess, make: Make, retry: RetryPolicy, stream_from_bytes: int
 ) -> None:
     options = {"retry": retry, "stream_from_bytes": stream_from_bytes}
     with pytest.raises(UnsupportedOperator) as caught:
-        act(older.address, GROUP_NORM.name, call_of(GROUP_NORM), **options)
+        ask(make, older.address, GROUP_NORM.name, call_of(GROUP_NORM), **options)
     error = caught.value
     assert (error.reason, error.operator, error.tries) == ("OPERATOR_UNSUPPORTED", GROUP_NORM.name, 1)
     assert str(error) == (
@@ -93,17 +85,19 @@ def test_a_call_is_refused_with_operator_and_version(
     )
     assert isinstance(error.cause, grpc.RpcError)
     assert bool(error.request_id) is (stream_from_bytes == STREAMED)
-    grads = act(older.address, GRID_SAMPLER.name, call_of(GRID_SAMPLER), **options)
+    grads = ask(make, older.address, GRID_SAMPLER.name, call_of(GRID_SAMPLER), **options)
     assert grads.info.device == "cpu:0"
 
 
-@pytest.mark.parametrize("act", [sync_call, async_call])
-def test_so_is_a_question_about_it(older: ServerProcess, act: Callable[..., Any]) -> None:
+@BOTH
+def test_so_is_a_question_about_it(older: ServerProcess, make: Make) -> None:
     with pytest.raises(
         UnsupportedOperator, match=r"group_norm_backward: .* of version .* not have this operator"
     ):
-        act(older.address, "validate", {"operator": GROUP_NORM.name, **validation_of(GROUP_NORM)})
-    found = act(older.address, "validate", {"operator": GRID_SAMPLER.name, **validation_of(GRID_SAMPLER)})
+        ask(make, older.address, "validate", {"operator": GROUP_NORM.name, **validation_of(GROUP_NORM)})
+    found = ask(
+        make, older.address, "validate", {"operator": GRID_SAMPLER.name, **validation_of(GRID_SAMPLER)}
+    )
     assert found.status == 0
 
 
@@ -151,13 +145,13 @@ def test_a_client_of_another_major_version_is_told_what_is_spoken_here(
     )
 
 
-@pytest.mark.parametrize("act", [sync_call, async_call])
+@BOTH
 @pytest.mark.parametrize("stream_from_bytes", [STREAMED, UNARY], ids=["streamed", "unary"])
 def test_a_server_of_another_major_version_is_told_apart_from_one_that_lacks_an_operator(
-    act: Callable[..., Any], stream_from_bytes: int
+    make: Make, stream_from_bytes: int
 ) -> None:
     with serves_nothing() as address, pytest.raises(UnsupportedOperator) as caught:
-        act(address, GROUP_NORM.name, call_of(GROUP_NORM), stream_from_bytes=stream_from_bytes)
+        ask(make, address, GROUP_NORM.name, call_of(GROUP_NORM), stream_from_bytes=stream_from_bytes)
     assert str(caught.value).startswith(
         f"group_norm_backward: {address}: the server does not know this method of npugrad.v1; "
         f"it must speak npugrad.v1, as this client of version {version('npugrad')} does"

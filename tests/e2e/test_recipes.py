@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import pickle
 from collections.abc import Iterator, Mapping
@@ -13,6 +12,7 @@ import grpc
 import numpy as np
 import pytest
 from tests.calls import call_execute, call_unary, failure_of, sample
+from tests.client.both import BOTH, Looped, Make, call_once
 from tests.client.fake_service import abort_with, fake_service, stream_zeros, zeros
 from tests.fix_server import ServerProcess
 
@@ -24,7 +24,7 @@ from npugrad.ops import OPERATORS, get_operator
 from npugrad.products import Product
 from npugrad.recipe import Recipe, recipes
 from npugrad.v1 import backward_pb2
-from npugrad_client import AsyncClient, Client, InvalidRecipe, RecipeMismatch
+from npugrad_client import Client, InvalidRecipe, RecipeMismatch
 
 each_operator = pytest.mark.parametrize("operator", OPERATORS)
 each_way = pytest.mark.parametrize("stream_from_bytes", [2**20, 0], ids=["unary", "execute"])
@@ -40,14 +40,10 @@ def made_call(operator: str) -> tuple[OpRecord, CallMeta, dict[str, Recipe], dic
 
 
 def results(
-    client: Client, record: OpRecord, inputs: Mapping[str, Any], attrs: Mapping[str, Any]
+    client: Any, record: OpRecord, inputs: Mapping[str, Any], attrs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Raw bytes of each output, by name."""
-    return raw(getattr(client, record.name)(**inputs, **attrs, timeout_s=60))
-
-
-def raw(found: Any) -> dict[str, Any]:
     """Type, shape and bytes of each output, by name; None where it is masked out."""
+    found = getattr(client, record.name)(**inputs, **attrs, timeout_s=60)
     arrays = {f.name: getattr(found, f.name) for f in fields(found) if f.name != "info"}
     return {name: None if a is None else (str(a.dtype), a.shape, a.tobytes()) for name, a in arrays.items()}
 
@@ -59,22 +55,18 @@ def test_results_are_those_of_the_data(server: ServerProcess, operator: str, str
     arrays = {name: recipe.array() for name, recipe in made.items()}
     proved = {name: recipe.with_digest() for name, recipe in made.items()}
     some = {name: proved[name] if number % 2 else arrays[name] for number, name in enumerate(made)}
-
-    async def ask() -> Any:
-        async with AsyncClient(server.address, stream_from_bytes=stream_from_bytes) as client:
-            return await getattr(client, operator)(**made, **rest, **call.attrs, timeout_s=60)
-
     with Client(server.address, stream_from_bytes=stream_from_bytes) as client:
         sent = results(client, record, {**arrays, **rest}, call.attrs)
         assert results(client, record, {**proved, **rest}, call.attrs) == sent
         assert results(client, record, {**some, **rest}, call.attrs) == sent
-    assert raw(asyncio.run(ask())) == sent
+    with Looped(server.address, stream_from_bytes=stream_from_bytes) as looped:
+        assert results(looped, record, {**made, **rest}, call.attrs) == sent
     assert any(value is not None and any(value[2]) for value in sent.values())
 
 
 @each_way
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
-def test_a_retry_sends_the_recipes_again(stream_from_bytes: int, asynchronous: bool) -> None:
+@BOTH
+def test_a_retry_sends_the_recipes_again(stream_from_bytes: int, make: Make) -> None:
     """The first try is refused once it was read; the second is the same request."""
     record, call, made, rest = made_call("group_norm_backward")
     arguments: dict[str, Any] = {**made, **rest, **call.attrs}
@@ -95,16 +87,7 @@ def test_a_retry_sends_the_recipes_again(stream_from_bytes: int, asynchronous: b
         yield from stream_zeros(iter([header, *others]), context)
 
     with fake_service(unary, execute) as service:
-        if asynchronous:
-
-            async def ask() -> Any:
-                async with AsyncClient(service.address, stream_from_bytes=stream_from_bytes) as client:
-                    return await client.group_norm_backward(**arguments)
-
-            found = asyncio.run(ask())
-        else:
-            with Client(service.address, stream_from_bytes=stream_from_bytes) as client:
-                found = client.group_norm_backward(**arguments)
+        found = call_once(make, service.address, arguments, stream_from_bytes=stream_from_bytes)
     assert found.info.tries == 2
     first, second = (codec.decode_request(record, message, Product.ATLAS_A2).contents for message in requests)
     assert first == second

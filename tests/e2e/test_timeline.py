@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import os
 import signal
@@ -15,13 +14,14 @@ from typing import Any
 import pytest
 from allpairspy import AllPairs
 from tests.calls import sample
+from tests.client.both import BOTH, Looped, Make
 from tests.e2e.delays.sitecustomize import DELAY_S, SERVER, VARIABLE, hold_up
 from tests.e2e.harness import STREAMED, UNARY, eventually, workers_of
 from tests.fix_server import ServerProcess, StartServer, run_server
 
 from npugrad.errors import DeadlineExceeded
 from npugrad.timeline import CLIENT_STAGES, SERVER_STAGES, Timeline
-from npugrad_client import AsyncClient, Client, RetryPolicy
+from npugrad_client import Client, RetryPolicy
 
 Enough = Callable[[Sequence[Timeline]], bool]
 
@@ -75,30 +75,15 @@ def calls(stage: str) -> Iterator[dict[str, Any]]:
         yield {**arguments(**{**_SIZES, "hxw": hxw}), "verify": stage == "verify"}
 
 
-def sync_timelines(address: str, stream_from_bytes: int, stage: str, enough: Enough) -> list[Timeline]:
+def timelines(make: Make, address: str, way: int, stage: str, enough: Enough) -> list[Timeline]:
     """Timelines of calls, of which the first has no plan, until there are enough."""
     found: list[Timeline] = []
-    with Client(address, stream_from_bytes=stream_from_bytes) as client:
+    with make(address, stream_from_bytes=way) as client:
         for call in calls(stage):
             found.append(timeline_of(client.group_norm_backward(**call)))
             if enough(found):
                 break
     return found
-
-
-def async_timelines(address: str, stream_from_bytes: int, stage: str, enough: Enough) -> list[Timeline]:
-    """The same of an AsyncClient."""
-
-    async def main() -> list[Timeline]:
-        found: list[Timeline] = []
-        async with AsyncClient(address, stream_from_bytes=stream_from_bytes) as client:
-            for call in calls(stage):
-                found.append(timeline_of(await client.group_norm_backward(**call)))
-                if enough(found):
-                    break
-        return found
-
-    return asyncio.run(main())
 
 
 def timeline_of(result: Any) -> Timeline:
@@ -109,20 +94,18 @@ def timeline_of(result: Any) -> Timeline:
 
 
 @pytest.mark.parametrize(
-    ("stage", "stream_from_bytes", "timelines"),
+    ("stage", "way", "make"),
     [
         *AllPairs(
-            [[*CLIENT, *SERVER], [STREAMED, UNARY], [sync_timelines, async_timelines]],
+            [[*CLIENT, *SERVER], [STREAMED, UNARY], [Client, Looped]],
             # A call that travels as one message has no such stage.
             filter_func=lambda row: UNARY not in row or row[0] not in ("send", "read", "send_back"),
         )
     ],
 )
-def test_a_delay_shows_in_its_stage_and_in_no_other(
-    held: Held, timelines: Callable[..., Any], stream_from_bytes: int, stage: str
-) -> None:
+def test_a_delay_shows_in_its_stage_and_in_no_other(held: Held, make: Make, way: int, stage: str) -> None:
     place = CLIENT.get(stage, "")
-    if timelines is async_timelines:
+    if make is Looped:
         place = place.replace("_client:finish", "_async_client:finish")
     mended = hold_up(place, stage, lambda: True) if place else lambda: None
     held.file.write_text(stage)
@@ -135,7 +118,7 @@ def test_a_delay_shows_in_its_stage_and_in_no_other(
 
     try:
         found = timelines(
-            held.server.address, stream_from_bytes, stage, lambda found: len(found) >= 3 and not slow(found)
+            make, held.server.address, way, stage, lambda found: len(found) >= 3 and not slow(found)
         )
     finally:
         mended()
@@ -144,12 +127,12 @@ def test_a_delay_shows_in_its_stage_and_in_no_other(
     assert not slow(found)
 
 
-@pytest.mark.parametrize("timelines", [sync_timelines, async_timelines], ids=["sync", "async"])
-def test_stages_cover_a_large_call(held: Held, timelines: Callable[..., Any]) -> None:
+@BOTH
+def test_stages_cover_a_large_call(held: Held, make: Make) -> None:
     def are_covered(found: Sequence[Timeline]) -> bool:
         return max(each.covered_s / each.wall_s for each in found) >= 0.95
 
-    assert are_covered(timelines(held.server.address, STREAMED, "large", are_covered))
+    assert are_covered(timelines(make, held.server.address, STREAMED, "large", are_covered))
 
 
 def timelines_of(client: Client, **options: Any) -> Iterator[Timeline]:
@@ -239,6 +222,6 @@ def test_the_log_tells_where_the_time_of_calls_without_results_went(start_server
 def test_stages_that_do_not_parse_are_left_out(held: Held, monkeypatch: pytest.MonkeyPatch) -> None:
     lies = iter([b"\xff", b"", b"\x0a" * 5000])
     monkeypatch.setattr("npugrad_client._transport.server_stages", lambda metadata: next(lies, b""))
-    for timeline in sync_timelines(held.server.address, STREAMED, "", lambda found: len(found) == 4):
+    for timeline in timelines(Client, held.server.address, STREAMED, "", lambda found: len(found) == 4):
         assert {i.where for i in timeline.stages} == {"client"}
         assert timeline.seconds("send") > 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import threading
 import time
@@ -13,11 +12,12 @@ from typing import Any, NamedTuple
 
 import grpc
 from tests.calls import UPLOAD_HXW, Sample, gated, sample
+from tests.client.both import Make
 from tests.e2e.harness import eventually
 from tests.fix_server import ServerProcess
 
 from npugrad.v1 import backward_pb2_grpc
-from npugrad_client import AsyncClient, Client
+from npugrad_client import Client
 
 CALLERS, TIMEOUT_S, PACE_S, WRONG = 4, 60.0, 0.01, "a wrong result"
 Call = Callable[[], object]
@@ -54,45 +54,20 @@ def plain(targets: Sequence[str], made: Sample | None = None) -> Iterator[Call]:
 
 
 @contextmanager
-def sdk(targets: Sequence[str], made: Sample | None = None, **options: Any) -> Iterator[Call]:
-    """One client as it comes, but for options."""
-    given, is_right = arguments(made), _judge(made)
-    with Client(list(targets), **{"timeout_s": TIMEOUT_S, **options}) as client:
-        yield lambda: is_right(client.group_norm_backward(**given))
+def sdk(
+    targets: Sequence[str], made: Sample | None = None, make: Make = Client, **options: Any
+) -> Iterator[Call]:
+    """One client as it comes, but for options; a call gives a right result's info."""
+    made = made or sample()
+    given, expected = arguments(made), made.reference()
+    with make(list(targets), **{"timeout_s": TIMEOUT_S, **options}) as client:
 
+        def call() -> object:
+            found = client.group_norm_backward(**given)
+            is_right = {name: getattr(found, name).tobytes() for name in expected} == expected
+            return is_right and found.info
 
-@contextmanager
-def asyncio_sdk(targets: Sequence[str], made: Sample | None = None, **options: Any) -> Iterator[Call]:
-    """One asynchronous client, on an event loop in a thread."""
-    given, is_right, loop = arguments(made), _judge(made), asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, daemon=True)
-    thread.start()
-
-    async def opened() -> AsyncClient:
-        return AsyncClient(list(targets), **{"timeout_s": TIMEOUT_S, **options})
-
-    def wait(work: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, loop).result(TIMEOUT_S + 60)
-
-    client = wait(opened())
-    try:
-        yield lambda: is_right(wait(client.group_norm_backward(**given)))
-    finally:
-        wait(client.close())
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join(TIMEOUT_S)
-        loop.close()
-
-
-def _judge(made: Sample | None) -> Callable[[Any], Any]:
-    """Gives a typed result's info if it is right, else False."""
-    expected = (made or sample()).reference()
-
-    def judged(found: Any) -> Any:
-        is_right = {name: getattr(found, name).tobytes() for name in expected} == expected
-        return is_right and found.info
-
-    return judged
+        yield call
 
 
 KINDS: dict[str, Callable[..., AbstractContextManager[Call]]] = {"plain": plain, "SDK": sdk}

@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from tests.calls import sample
+from tests.client.both import Looped, Make
 from tests.e2e.harness import STREAMED, UNARY
 from tests.e2e.service_address import service_address
 from tests.fix_server import ServerProcess, run_server
-from tests.proofs.callers import PACE_S, Load, arguments, asyncio_sdk, sdk
+from tests.proofs.callers import PACE_S, Load, arguments, sdk
 from tests.proofs.proof import run
 
 from npugrad_client import Client, NpugradError
@@ -117,12 +118,13 @@ def prove(folder: Path, restarts: int, calls: int, held_s: float, pace_s: float 
         addresses = [server.address for server in fleet.servers]
         front = stack.enter_context(service_address(*addresses))
         routes = {"a list": addresses, "one address": [front.address]}
-        kinds: dict[str, Any] = {"threads": sdk, "asyncio": asyncio_sdk}
+        kinds: dict[str, Make] = {"threads": Client, "asyncio": Looped}
         ways = {"unary": UNARY, "streamed": STREAMED}
         for route, kind, way in itertools.product(routes, kinds, ways):
             made = sample(n=2, c=8, hxw=_HXW[ways[way]], group=2)
-            options = {"timeout_s": _CALL_TIMEOUT_S, "stream_from_bytes": ways[way]}
-            call = stack.enter_context(kinds[kind](routes[route], made, **options))
+            call = stack.enter_context(
+                sdk(routes[route], made, kinds[kind], timeout_s=_CALL_TIMEOUT_S, stream_from_bytes=ways[way])
+            )
             load = loads[f"{route}, {kind}, {way}"] = Load(call, callers=1, pace_s=pace_s)
             stack.enter_context(load)
         for restart in range(restarts):

@@ -26,13 +26,14 @@ from typing import Any
 import grpc
 import trustme
 from cryptography import x509
+from tests.client.both import Looped
 from tests.fix_server import run_server
 from tests.fix_tls import SERVER_ONLY, signed_again
-from tests.proofs.callers import TIMEOUT_S, Load, asyncio_sdk, sdk
+from tests.proofs.callers import TIMEOUT_S, Load, sdk
 from tests.proofs.proof import run, told, verdict
 
 from npugrad.v1 import server_pb2, server_pb2_grpc
-from npugrad_client import Tls
+from npugrad_client import Client, Tls
 
 FULL_S, MOST_LAG_S = 120.0, 5.0
 _INTERVALS_S = (0.3, 1.0)
@@ -231,8 +232,8 @@ def proof(folder: Path, length_s: float) -> Rotation:
             folder / "log", *rotating.flags, devices="test:2?compute=1", credentials=credentials
         )
         rotating.address = stack.enter_context(server).address
-        for name, kind in {"sync": sdk, "async": asyncio_sdk}.items():
-            call = stack.enter_context(kind([rotating.address], **options))
+        for name, make in {"sync": Client, "async": Looped}.items():
+            call = stack.enter_context(sdk([rotating.address], make=make, **options))
             found.loads[name] = stack.enter_context(Load(call, callers=2))
         pool = stack.enter_context(ThreadPoolExecutor(3))
         working = [pool.submit(act) for act in (rotating.swap, rotating.try_to_get_in, rotating.look)]
