@@ -34,9 +34,6 @@ def test_addresses_parse_and_print(text: str, expected: Address, shown: str) -> 
 def test_malformed_addresses_are_named(text: str) -> None:
     with pytest.raises(AddressError, match=r"found .* expected"):
         parse_listen(text)
-
-
-def test_metrics_need_tcp() -> None:
     with pytest.raises(AddressError, match="TCP only"):
         parse_metrics_listen("unix:/run/a")
 
@@ -64,7 +61,9 @@ def test_socket_of_a_running_server_is_not_taken_from_it_but_one_left_behind_is(
     check_free(address)
 
 
-def test_path_that_is_no_socket_or_has_no_folder_is_refused(tmp_path: Path) -> None:
+def test_what_cannot_be_listened_on_is_refused(
+    tmp_path: Path,
+) -> None:
     file = tmp_path / "file"
     file.write_text("precious")
     with pytest.raises(AddressError, match="not a socket"):
@@ -72,8 +71,5 @@ def test_path_that_is_no_socket_or_has_no_folder_is_refused(tmp_path: Path) -> N
     with pytest.raises(AddressError, match="folder"):
         check_free(Address(path=str(tmp_path / "absent" / "socket")))
     assert file.read_text() == "precious"
-
-
-def test_host_that_does_not_resolve_is_refused() -> None:
     with pytest.raises(AddressError, match="cannot listen on"):
         check_free(Address("host.invalid", 1))

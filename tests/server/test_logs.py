@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import fcntl
 import io
 import json
 import logging
@@ -8,6 +9,7 @@ import re
 import subprocess
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime, timezone
 from typing import Any
 
@@ -19,8 +21,15 @@ from npugrad_server import logs
 
 @pytest.fixture
 def few_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A backlog that is soon full: beside it, a pipe takes some 1,000 lines."""
-    monkeypatch.setattr(logs, "MAX_BACKLOG_LINES", 2000)
+    """A backlog that is soon full."""
+    monkeypatch.setattr(logs, "MAX_BACKLOG_LINES", 200)
+
+
+def small_pipe() -> tuple[int, int]:
+    """A pipe that takes fewer than 100 lines."""
+    ours, theirs = os.pipe()
+    fcntl.fcntl(theirs, fcntl.F_SETPIPE_SZ, 4096)
+    return ours, theirs
 
 
 @pytest.fixture(autouse=True)
@@ -36,107 +45,84 @@ def no_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logs, "FAREWELL_S", 60.0)
 
 
-def written(log_format: str = "json", level: str = "info") -> tuple[io.StringIO, Iterator[None]]:
-    stream = io.StringIO()
+@contextmanager
+def written(log_format: str = "json", level: str = "info") -> Iterator[list[str]]:
+    """What is written of what a block logs: lines that are there at its end."""
+    stream, lines = io.StringIO(), list[str]()
     close = logs.configure(log_format, level, stream)
-
-    def end() -> Iterator[None]:
-        close()
-        yield
-
-    return stream, end()
+    yield lines
+    close()
+    lines += stream.getvalue().splitlines()
 
 
 def test_json_lines_carry_event_fields_time_and_level() -> None:
-    stream, end = written()
-    logs.get_logger().info("call", request_id="abc", seconds=0.5)
-    next(end)
-    (line,) = map(json.loads, stream.getvalue().splitlines())
+    """And a traceback; long values are cut, and line breaks of a caller make no new line."""
+    with written() as lines:
+        logs.get_logger().info("call", request_id="abc", seconds=0.5)
+        try:
+            raise RuntimeError("boom")
+        except RuntimeError as error:
+            logs.get_logger().error("unexpected error", exc_info=error)
+        logs.get_logger().info("call", error='x\n{"event": "forged"}')
+        logs.get_logger().info("call", error="x" * 100_000)
+    line, traced, _, cut = map(json.loads, lines)
     assert line.pop("timestamp").endswith("Z")
     assert line == {"event": "call", "request_id": "abc", "seconds": 0.5, "level": "info"}
+    assert "RuntimeError: boom" in traced["exception"]
+    assert len(cut["error"]) < 2 * logs.MAX_VALUE_CHARACTERS
 
 
 def test_level_holds_for_ours_and_for_the_standard_log() -> None:
-    stream, end = written(level="warning")
-    logs.get_logger().info("quiet")
-    logging.getLogger("grpc").info("quiet")
-    logging.getLogger("grpc").warning("found %d", 3)
-    next(end)
-    (line,) = map(json.loads, stream.getvalue().splitlines())
+    with written(level="warning") as lines:
+        logs.get_logger().info("quiet")
+        logging.getLogger("grpc").info("quiet")
+        logging.getLogger("grpc").warning("found %d", 3)
+    (line,) = map(json.loads, lines)
     assert (line["event"], line["logger"], line["level"]) == ("found 3", "grpc", "warning")
 
 
-def test_traceback_is_part_of_the_line() -> None:
-    stream, end = written()
-    try:
-        raise RuntimeError("boom")
-    except RuntimeError as error:
-        logs.get_logger().error("unexpected error", exc_info=error)
-    next(end)
-    (line,) = map(json.loads, stream.getvalue().splitlines())
-    assert "RuntimeError: boom" in line["exception"]
-
-
-def test_line_breaks_of_a_caller_make_no_new_line() -> None:
-    stream, end = written()
-    logs.get_logger().info("call", error='x\n{"event": "forged"}')
-    next(end)
-    assert len(stream.getvalue().splitlines()) == 1
-
-
-def test_long_values_are_cut() -> None:
-    stream, end = written()
-    logs.get_logger().info("call", error="x" * 100_000)
-    next(end)
-    assert len(stream.getvalue()) < 2 * logs.MAX_VALUE_CHARACTERS
-
-
 def test_console_form_is_for_people() -> None:
-    stream, end = written("console")
-    logs.get_logger().info("listening", address="127.0.0.1:1")
-    next(end)
-    assert "listening" in stream.getvalue()
-    assert not stream.getvalue().startswith("{")
+    with written("console") as lines:
+        logs.get_logger().info("listening", address="127.0.0.1:1")
+    assert "listening" in lines[0]
+    assert not lines[0].startswith("{")
 
 
 @pytest.mark.parametrize("log_format", ["json", "console"])
 @pytest.mark.parametrize("level", [logging.INFO, logging.WARNING, logging.ERROR])
 def test_line_that_is_made_later_is_the_same(log_format: str, level: int) -> None:
-    stream, end = written(log_format)
     fields = {"request_id": "a b", "seconds": 0.25, "error": "\u00e9" * 5000, "code": None, "device": ""}
-    logs.get_logger().log(level, "call", **fields)
-    logs.log_later(level, "call", dict, fields)
-    next(end)
+    with written(log_format) as lines:
+        logs.get_logger().log(level, "call", **fields)
+        logs.log_later(level, "call", dict, fields)
     time = re.compile(r"\d{4}-\d\d-\d\dT[\d:.]+Z")
-    assert all(time.search(line) for line in stream.getvalue().splitlines())
-    at_once, later = (time.sub("TIME", line) for line in stream.getvalue().splitlines())
+    assert all(time.search(line) for line in lines)
+    at_once, later = (time.sub("TIME", line) for line in lines)
     assert at_once == later
 
 
 def test_line_that_is_made_later_is_of_its_time_and_below_the_level_is_none() -> None:
-    stream, end = written(level="warning")
     made: list[int] = []
 
     def make(number: int) -> dict[str, Any]:
         made.append(number)
         return {"number": number}
 
-    logs.log_later(logging.INFO, "quiet", make, 1)
-    before = datetime.now(timezone.utc)
-    logs.log_later(logging.WARNING, "loud", make, 2)
-    after = datetime.now(timezone.utc)
-    next(end)
-    (line,) = map(json.loads, stream.getvalue().splitlines())
+    with written(level="warning") as lines:
+        logs.log_later(logging.INFO, "quiet", make, 1)
+        before = datetime.now(timezone.utc)
+        logs.log_later(logging.WARNING, "loud", make, 2)
+        after = datetime.now(timezone.utc)
+    (line,) = map(json.loads, lines)
     assert made == [2]
     assert before <= datetime.fromisoformat(line["timestamp"].replace("Z", "+00:00")) <= after
 
 
 def test_line_that_cannot_be_made_is_told_and_the_next_one_is_written() -> None:
-    stream, end = written()
-    logs.log_later(logging.INFO, "call", dict, 3)
-    logs.log_later(logging.INFO, "call", dict)
-    next(end)
-    broken, line = stream.getvalue().splitlines()
+    with written() as lines:
+        logs.log_later(logging.INFO, "call", dict, 3)
+        logs.log_later(logging.INFO, "call", dict)
+    broken, line = lines
     assert broken.startswith("a line of call cannot be shown: TypeError")
     assert json.loads(line)["event"] == "call"
 
@@ -165,31 +151,27 @@ def test_a_warning_waits_for_no_others_and_nor_does_what_was_said_before(
         assert json.loads(read.readline())["event"] == "call"
 
 
-def test_dropped_lines_of_all_backlogs_are_counted() -> None:
-    before = logs.LogBacklog.all_dropped_lines
-    for _ in range(2):
-        backlog = logs.LogBacklog()
-        for _ in range(logs.MAX_BACKLOG_LINES + 7):
-            backlog.put((logging.INFO, 0.0, "call", dict, ()), logging.INFO)
-    assert logs.LogBacklog.all_dropped_lines == before + 14
-
-
+@pytest.mark.usefixtures("few_lines")
 def test_backlog_drops_lines_and_counts_them_instead_of_waiting() -> None:
-    backlog = logs.LogBacklog()
+    before, backlog = logs.LogBacklog.all_dropped_lines, logs.LogBacklog()
     record = logging.LogRecord("n", logging.INFO, "f", 1, "m", None, None)
     for _ in range(logs.MAX_BACKLOG_LINES + 7):
         backlog.enqueue(record)
     assert backlog.dropped_lines == 7
+    another = logs.LogBacklog()
+    for _ in range(logs.MAX_BACKLOG_LINES + 7):
+        another.put((logging.INFO, 0.0, "call", dict, ()), logging.INFO)
+    assert logs.LogBacklog.all_dropped_lines == before + 14
 
 
 @pytest.mark.usefixtures("few_lines")
 def test_dropped_lines_are_told_once_somebody_reads_again() -> None:
     """A pipe that nobody reads holds up neither those who log nor the end; then it is read."""
-    ours, theirs = os.pipe()
+    ours, theirs = small_pipe()
     with open(ours, "rb") as read, open(theirs, "w") as stream:
         close = logs.configure("json", "info", stream)
         log = logs.get_logger()
-        count = logs.MAX_BACKLOG_LINES + 3000  # more than fit the backlog and the pipe
+        count = logs.MAX_BACKLOG_LINES + 1000  # more than fit the backlog and the pipe
         for number in range(count):
             log.info("line", number=number)
         found: list[dict[str, Any]] = []
@@ -201,9 +183,9 @@ def test_dropped_lines_are_told_once_somebody_reads_again() -> None:
 
 @pytest.mark.usefixtures("few_lines")
 def test_what_others_print_is_passed_on_and_they_never_wait() -> None:
-    ours, theirs = os.pipe()
+    ours, theirs = small_pipe()
     with open(ours, "rb") as read, open(theirs, "w") as stream, logs.relayed(stream) as print_fd:
-        count = 100 * logs.MAX_BACKLOG_LINES  # more than fit the backlog and both pipes
+        count = 20_000  # more than fit the backlog and both pipes, of which one is of the usual size
         subprocess.run(["seq", str(count)], stdout=print_fd, check=True, timeout=60)
         found: list[bytes] = []
         while not found or found[-1] != b"last \\xff words\n":
@@ -217,10 +199,10 @@ def test_what_others_print_is_passed_on_and_they_never_wait() -> None:
 @pytest.mark.usefixtures("few_lines")
 def test_the_end_does_not_wait_for_a_reader_that_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logs, "FAREWELL_S", 0.1)
-    ours, theirs = os.pipe()
+    ours, theirs = small_pipe()
     with open(theirs, "w") as stream:
         close = logs.configure("json", "info", stream)
-        for _ in range(logs.MAX_BACKLOG_LINES + 3000):
+        for _ in range(logs.MAX_BACKLOG_LINES + 1000):
             logs.get_logger().info("line")
         close()
         (left,) = [thread for thread in threading.enumerate() if thread.name == "log"]

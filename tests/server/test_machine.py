@@ -64,14 +64,17 @@ def test_first_version_has_a_tree_for_each_controller(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"),
-    [("max 100000", HOST_CPUS), ("100000 100000", 1), ("20000 100000", 1), ("99900000 100000", HOST_CPUS)],
+    ("files", "expected"),
+    [
+        ({"cpu.max": "max 100000"}, HOST_CPUS),
+        ({"cpu.max": "100000 100000"}, 1),
+        ({"cpu.max": "20000 100000"}, 1),
+        ({"cpu.max": "99900000 100000"}, HOST_CPUS),
+        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, HOST_CPUS),
+        ({"cpu/cpu.cfs_quota_us": "100000", "cpu/cpu.cfs_period_us": "100000"}, 1),
+    ],
 )
-def test_processor_quota_counts_and_is_one_at_least(tmp_path: Path, text: str, expected: int) -> None:
-    assert cpu_count(tree(tmp_path, "0::/\n", {"cpu.max": text})) == expected
-
-
-@pytest.mark.parametrize(("quota", "expected"), [("-1", HOST_CPUS), ("100000", 1)])
-def test_the_older_form_of_the_quota_is_read(tmp_path: Path, quota: str, expected: int) -> None:
-    files = {"cpu/cpu.cfs_quota_us": quota, "cpu/cpu.cfs_period_us": "100000"}
-    assert cpu_count(tree(tmp_path, "", files)) == expected
+def test_processor_quota_counts_and_is_one_at_least_in_either_form(
+    tmp_path: Path, files: dict[str, str], expected: int
+) -> None:
+    assert cpu_count(tree(tmp_path, "0::/\n" if "cpu.max" in files else "", files)) == expected

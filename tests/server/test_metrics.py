@@ -41,17 +41,21 @@ def planned() -> PlannedCall:
     return PlannedCall.alone(record, call, record.infer(call), CallOptions(), "r", None)
 
 
-def test_page_shows_the_pool_as_its_loop_sees_it() -> None:
-    async def run() -> str:
-        metrics, figures = Metrics("1.2.3", "atlas-a2"), Figures()
-        metrics.show_pool(figures, asyncio.get_running_loop())
-        page = await asyncio.to_thread(generate_latest, metrics.registry)
-        assert figures.loop_was_running
-        return page.decode()
+async def pages(figures: Figures, *tenants: dict[str, tuple[int, int]]) -> list[str]:
+    """The page of a pool, while it has these tenants one after the other."""
+    metrics, found = Metrics("1.2.3", "atlas-a2"), []
+    metrics.show_pool(figures, asyncio.get_running_loop())
+    for figures.tenants in tenants:
+        found.append((await asyncio.to_thread(generate_latest, metrics.registry)).decode())
+    assert figures.loop_was_running
+    return found
 
+
+async def test_page_shows_the_pool_as_its_loop_sees_it() -> None:
+    (page,) = await pages(Figures(), {})
     samples = {
         (s.name, *sorted(s.labels.items())): s.value
-        for family in text_string_to_metric_families(asyncio.run(run()))
+        for family in text_string_to_metric_families(page)
         for s in family.samples
     }
     assert samples["npugrad_build_info", ("product", "atlas-a2"), ("version", "1.2.3")] == 1
@@ -61,35 +65,29 @@ def test_page_shows_the_pool_as_its_loop_sees_it() -> None:
         "queued_seconds": 1.5, "longest_wait_seconds": 0.5, "draining": 0,
     }.items():  # fmt: skip
         assert samples[(f"npugrad_{name}",)] == value
-    assert samples["npugrad_device_state", ("device", "cpu:1"), ("state", "down")] == 1
-    assert samples["npugrad_worker_resident_bytes", ("device", "cpu:0")] > 2**20
-    what = ("backend", "cpu"), ("description", ""), ("device", "cpu:0"), ("simulated", "false")
+    first, second = ("device", "cpu:0"), ("device", "cpu:1")
+    assert samples["npugrad_device_state", second, ("state", "down")] == 1
+    assert samples["npugrad_device_state", second, ("state", "ready")] == 0
+    assert samples["npugrad_worker_resident_bytes", first] > 2**20
+    what = ("backend", "cpu"), ("description", ""), first, ("simulated", "false")
     assert samples[("npugrad_device_info", *what)] == 1
-    wrong = ("device", "cpu:0"), ("operator", "group_norm_backward")
-    assert samples[("npugrad_device_mismatches_total", *wrong)] == 0
+    assert samples["npugrad_device_mismatches_total", first, ("operator", "group_norm_backward")] == 0
     assert samples[("process_resident_memory_bytes",)] > 2**20
-    assert samples["npugrad_device_state", ("device", "cpu:1"), ("state", "ready")] == 0
-    assert samples["npugrad_worker_restarts_total", ("device", "cpu:1")] == 4
-    assert samples["npugrad_device_memory_bytes", ("device", "cpu:0")] == 8000
-    assert samples["npugrad_device_memory_used_bytes", ("device", "cpu:0")] == 3000
-    assert ("npugrad_device_memory_bytes", ("device", "cpu:1")) not in samples
-    assert samples["npugrad_workers_lost_total", ("device", "cpu:0")] == 0
+    assert samples["npugrad_worker_restarts_total", second] == 4
+    assert samples["npugrad_device_memory_bytes", first] == 8000
+    assert samples["npugrad_device_memory_used_bytes", first] == 3000
+    assert ("npugrad_device_memory_bytes", second) not in samples
+    assert samples["npugrad_workers_lost_total", first] == 0
 
 
-def test_tenants_are_shown_by_name_and_stay_once_they_were() -> None:
-    async def run() -> tuple[Metrics, list[bytes]]:
-        metrics, figures = Metrics("1", "atlas-a2"), Figures()
-        metrics.show_pool(figures, asyncio.get_running_loop())
-        pages = []
-        for figures.tenants in ({"vision": (3, 500), "other": (1, 20)}, {"vision": (0, 100)}):
-            pages.append(await asyncio.to_thread(generate_latest, metrics.registry))
-        return metrics, pages
-
-    _, pages = asyncio.run(run())
-    for page, vision, other in ((pages[0], (3, 500), (1, 20)), (pages[1], (0, 100), (0, 0))):
-        for tenant, (waiting, nbytes) in (("vision", vision), ("other", other)):
-            assert f'npugrad_tenant_waiting_calls{{tenant="{tenant}"}} {waiting:.1f}' in page.decode()
-            assert f'npugrad_tenant_inflight_bytes{{tenant="{tenant}"}} {nbytes:.1f}' in page.decode()
+async def test_tenants_are_shown_by_name_and_stay_once_they_were() -> None:
+    both, one = {"vision": (3, 500), "other": (1, 20)}, {"vision": (0, 100)}
+    for page, expected in zip(
+        await pages(Figures(), both, one), (both, one | {"other": (0, 0)}), strict=True
+    ):
+        for tenant, (waiting, nbytes) in expected.items():
+            assert f'npugrad_tenant_waiting_calls{{tenant="{tenant}"}} {waiting:.1f}' in page
+            assert f'npugrad_tenant_inflight_bytes{{tenant="{tenant}"}} {nbytes:.1f}' in page
 
 
 def test_what_the_pool_tells_is_counted() -> None:
@@ -116,20 +114,22 @@ def test_what_the_pool_tells_is_counted() -> None:
     metrics.call_finished(call, "WORKER_LOST", 10.0, None)
     metrics.device_changed(Figures().devices()[1])
     value = metrics.registry.get_sample_value
-    assert value("npugrad_accepted_calls_total", {"operator": call.plan.record.name}) == 1
-    assert value("npugrad_attempts_total", {"device": "cpu:0"}) == 2
-    assert value("npugrad_workers_lost_total", {"device": "cpu:0"}) == 1
-    assert value("npugrad_calls_rerun_total", {"device": "cpu:0"}) == 1
-    redirected = {"device": "cpu:0", "reason": "DEVICE_BUSY"}
-    assert value("npugrad_calls_redirected_total", redirected) == 1
-    assert value("npugrad_workspaces_asked_total", {"device": "cpu:0", "answer": "granted"}) == 1
-    assert value("npugrad_calls_postponed_total", {"device": "cpu:0"}) == 1
-    assert value("npugrad_device_transitions_total", {"device": "cpu:1", "state": "down"}) == 1
-    assert value("npugrad_run_time_ratio_sum", {"operator": call.plan.record.name, "device": "cpu:0"}) == 1.5
-    assert value("npugrad_tenant_device_seconds_total", {"tenant": "other"}) == 9
-    stages = {"queued": 1, "copy_in": 2, "run": 3, "copy_out": 4}
-    for stage, seconds in stages.items():
-        labels = {"operator": call.plan.record.name, "device": "cpu:0", "stage": stage}
+    operator, device = {"operator": call.plan.record.name}, {"device": "cpu:0"}
+    for name, labels, expected in (
+        ("accepted_calls_total", operator, 1),
+        ("attempts_total", device, 2),
+        ("workers_lost_total", device, 1),
+        ("calls_rerun_total", device, 1),
+        ("calls_redirected_total", {**device, "reason": "DEVICE_BUSY"}, 1),
+        ("workspaces_asked_total", {**device, "answer": "granted"}, 1),
+        ("calls_postponed_total", device, 1),
+        ("device_transitions_total", {"device": "cpu:1", "state": "down"}, 1),
+        ("run_time_ratio_sum", {**operator, **device}, 1.5),
+        ("tenant_device_seconds_total", {"tenant": "other"}, 9),
+    ):
+        assert value(f"npugrad_{name}", labels) == expected, name
+    for stage, seconds in {"queued": 1, "copy_in": 2, "run": 3, "copy_out": 4}.items():
+        labels = {**operator, **device, "stage": stage}
         assert value("npugrad_stage_seconds_sum", labels) == seconds
         assert value("npugrad_stage_seconds_count", labels) == 1
 

@@ -38,19 +38,16 @@ def content(recipe: Recipe) -> Mapping[str, Recipe]:
     return {"input": recipe}
 
 
-def test_content_is_made_where_it_belongs() -> None:
+async def test_content_is_made_where_it_belongs_and_another_digest_names_operand_found_and_expected() -> None:
     memory = bytearray(64 + 4 * SIZE + 64)
     recipe = Recipe("normal", shape=(SIZE,), seed=3).with_digest()
-    asyncio.run(Maker().write(admitted(memory), content(recipe)))
+    await Maker().write(admitted(memory), content(recipe))
     assert memory[64:-64] == bytes(recipe.content())
     assert not any(memory[:64])
     assert not any(memory[-64:])
-
-
-def test_other_digest_names_operand_found_and_expected() -> None:
-    recipe = Recipe("normal", shape=(SIZE,), digest=b"\0" * 32)
+    other = Recipe("normal", shape=(SIZE,), seed=3, digest=b"\0" * 32)
     with pytest.raises(RecipeMismatch, match=f"input: found content with digest {recipe.sha256().hex()}"):
-        asyncio.run(Maker().write(admitted(bytearray(64 + 4 * SIZE)), content(recipe)))
+        await Maker().write(admitted(bytearray(64 + 4 * SIZE)), content(other))
 
 
 class Held(Recipe):
@@ -72,53 +69,39 @@ def held() -> Held:
     return made
 
 
-async def _cancel_twice(recipe: Held, memory: bytearray) -> bool:
-    loop = asyncio.get_running_loop()
+async def test_cancelled_call_keeps_its_memory_until_the_thread_is_done() -> None:
+    recipe, memory = held(), bytearray(64 + 4 * SIZE)
     with admitted(memory) as ticket:
-        task = loop.create_task(Maker().write(ticket, content(recipe)))
+        task = asyncio.create_task(Maker().write(ticket, content(recipe)))
         assert await asyncio.to_thread(recipe.started.wait, 30)
         for _ in range(2):
             task.cancel()
             await asyncio.sleep(0)
             await asyncio.sleep(0)
-        waited = not task.done()
+        assert not task.done()
         recipe.go.set()
         with pytest.raises(asyncio.CancelledError):
             await task
-        return waited
-
-
-def test_cancelled_call_keeps_its_memory_until_the_thread_is_done() -> None:
-    recipe, memory = held(), bytearray(64 + 4 * SIZE)
-    assert asyncio.run(_cancel_twice(recipe, memory))
     # The piece in hand was finished, and no other one was begun.
     assert memory[64 : 64 + PIECE_BYTES] == b"\xee" * PIECE_BYTES
     assert not any(memory[64 + PIECE_BYTES :])
 
 
-async def _threads_of_two_recipes() -> int:
-    """How many threads make two contents that are asked for at once."""
-    before, made = set(threading.enumerate()), (held(), held())
-    maker, loop = Maker(), asyncio.get_running_loop()
-    with admitted(bytearray(64 + 4 * SIZE)) as first, admitted(bytearray(64 + 4 * SIZE)) as second:
-        tasks = [
-            loop.create_task(maker.write(ticket, content(recipe)))
-            for ticket, recipe in zip((first, second), made, strict=True)
-        ]
-        assert await asyncio.to_thread(made[0].started.wait, 30)
-        found = {t for t in set(threading.enumerate()) - before if t.name.startswith("recipe")}
-        for recipe in made:
-            recipe.go.set()
-        await asyncio.gather(*tasks)
-    return len(found)
-
-
-def test_no_more_threads_than_the_process_may_use_processors() -> None:
+async def test_no_more_threads_than_the_process_may_use_processors() -> None:
     """A process that is pinned to one processor has one, however many its host has."""
-    allowed = os.sched_getaffinity(0)
+    allowed, before, made = os.sched_getaffinity(0), set(threading.enumerate()), (held(), held())
     os.sched_setaffinity(0, {min(allowed)})
     try:
-        assert asyncio.run(_threads_of_two_recipes()) == 1
+        maker = Maker()
+        with admitted(bytearray(64 + 4 * SIZE)) as first, admitted(bytearray(64 + 4 * SIZE)) as second:
+            writes = [maker.write(*each) for each in zip((first, second), map(content, made), strict=True)]
+            tasks = [asyncio.create_task(write) for write in writes]
+            assert await asyncio.to_thread(made[0].started.wait, 30)
+            found = {t for t in set(threading.enumerate()) - before if t.name.startswith("recipe")}
+            for recipe in made:
+                recipe.go.set()
+            await asyncio.gather(*tasks)
+        assert len(found) == 1
     finally:
         os.sched_setaffinity(0, allowed)
 
@@ -134,22 +117,22 @@ async def _longest_gap_s(work: Any) -> float:
 
 
 @pytest.mark.slow
-def test_loop_turns_while_a_content_is_made() -> None:
+async def test_loop_turns_while_a_content_is_made() -> None:
     """Making it on the loop would hold it up for the whole time, which is some tenths of a second.
 
-    The best of three tries counts: other processes hold the loop up as well, but not each time.
+    The best of six tries counts: other processes hold the loop up as well, but not each time.
     """
-    size = 2**25
+    size = 2**24
     recipe = Recipe("normal", shape=(size,))
     call = RECORD.build(n=1, c=1, hxw=size, group=1)
     memory = bytearray(4 * size)
     gaps = []
-    for _ in range(3):
+    for _ in range(6):
         start = time.perf_counter()
         recipe.fill(memoryview(memory))
         alone_s = time.perf_counter() - start
         ticket = admitted(memory, call, 0)
-        gaps.append(asyncio.run(_longest_gap_s(Maker().write(ticket, content(recipe)))) / alone_s)
+        gaps.append(await _longest_gap_s(Maker().write(ticket, content(recipe))) / alone_s)
         if gaps[-1] < 0.5:
             break
     assert min(gaps) < 0.5, gaps

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from math import inf
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -24,43 +25,35 @@ def page(registry: CollectorRegistry) -> str:
     return re.sub(rb"(_created\{.*\}) \S+", rb"\1", generate_latest(registry)).decode()
 
 
-@given(st.lists(st.tuples(labels, st.floats(0, 1e9))))
-def test_counter_shows_what_the_library_shows(found: list[tuple[tuple[str, str], float]]) -> None:
+@given(
+    st.lists(st.tuples(labels, st.floats(0, 1e9))),
+    st.lists(st.tuples(labels, st.sampled_from([1, -1]))),
+    st.lists(st.tuples(labels, amounts)),
+)
+def test_a_page_shows_what_the_library_shows(
+    counted: list[Any], gauged: list[Any], observed: list[Any]
+) -> None:
     ours, theirs = CollectorRegistry(), CollectorRegistry()
-    tally, counter = (
-        CounterTally("x_y", "A text.", LABELS, ours),
-        Counter("x_y", "A text.", LABELS, registry=theirs),
-    )
-    for key, amount in found:
+    tally = CounterTally("x_y", "A text.", LABELS, ours)
+    counter = Counter("x_y", "A text.", LABELS, registry=theirs)
+    for key, amount in counted:
         tally.counts[key] += amount
         counter.labels(*key).inc(amount)
-    assert page(ours) == page(theirs)
-
-
-@given(st.lists(st.tuples(labels, st.sampled_from([1, -1]))))
-def test_gauge_shows_what_the_library_shows(found: list[tuple[tuple[str, str], int]]) -> None:
-    ours, theirs = CollectorRegistry(), CollectorRegistry()
-    tally, gauge = GaugeTally("x", "A text.", LABELS, ours), Gauge("x", "A text.", LABELS, registry=theirs)
-    for key, amount in found:
-        tally.values[key] += amount
+    level, gauge = GaugeTally("z", "A text.", LABELS, ours), Gauge("z", "A text.", LABELS, registry=theirs)
+    for key, amount in gauged:
+        level.values[key] += amount
         gauge.labels(*key).inc(amount)
-    assert page(ours) == page(theirs)
-
-
-@given(st.lists(st.tuples(labels, amounts)))
-def test_histogram_shows_what_the_library_shows(found: list[tuple[tuple[str, str], float]]) -> None:
-    ours, theirs = CollectorRegistry(), CollectorRegistry()
-    tally = HistogramTally("x", "A text.", LABELS, ours, buckets=BUCKETS)
+    times = HistogramTally("x", "A text.", LABELS, ours, buckets=BUCKETS)
     histogram = Histogram("x", "A text.", LABELS, registry=theirs, buckets=BUCKETS)
-    for key, amount in found:
-        tally.observed.append((key, amount))
+    for key, amount in observed:
+        times.observed.append((key, amount))
         if amount > 500:
-            tally.count()
+            times.count()
         histogram.labels(*key).observe(amount)
     assert page(ours) == page(theirs)
 
 
-def test_a_combination_is_created_when_it_is_first_met() -> None:
+def test_a_combination_is_created_when_it_is_first_met_and_a_name_given_once() -> None:
     registry = CollectorRegistry()
     tally = CounterTally("x", "A text.", LABELS, registry)
     tally.counts["a", "b"] += 1
@@ -68,11 +61,6 @@ def test_a_combination_is_created_when_it_is_first_met() -> None:
     tally.counts["a", "b"] += 1
     assert registry.get_sample_value("x_created", {"operator": "a", "device": "b"}) == created
     assert registry.get_sample_value("x_total", {"operator": "a", "device": "b"}) == 2
-
-
-def test_a_name_is_given_once() -> None:
-    registry = CollectorRegistry()
-    CounterTally("x", "A text.", LABELS, registry)
     with pytest.raises(ValueError, match="Duplicated"):
         Counter("x", "A text.", LABELS, registry=registry)
 

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import structlog
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tests.server.pool.pools import until
 
 from npugrad_server.tenants import LiveTenants, TenantsError, parse_tenants, read_tenants
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 WHOLE = """
 gateways = ["spiffe://example.org/edge"]
@@ -31,6 +41,17 @@ max_inflight_bytes = "2MiB"
 name = "batch"
 identities = ["batch"]
 """
+NAMES = st.text("abcdefghijklmnopqrstuvwxyz0123456789._-", min_size=1, max_size=12).filter(
+    lambda name: name != "other"
+)
+LIMITS = st.fixed_dictionaries(
+    {},
+    optional={
+        "max_priority": st.integers(-100, 100),
+        "max_queue_depth": st.integers(1, 2**40),
+        "max_inflight_bytes": st.one_of(st.integers(1, 2**50), st.sampled_from(["1KiB", "3 MB", "2GiB"])),
+    },
+)
 ENTRY = '[[tenant]]\nname = "a"\nidentities = ["a.example"]\n'
 
 
@@ -47,6 +68,66 @@ def test_a_whole_file() -> None:
     other = table.tenant("certificate", "new.example")
     assert (other.name, other.weight, other.max_priority) == ("certificate:new.example", 1.0, 4)
     assert other.shown == "other"
+
+
+@st.composite
+def files(draw: st.DrawFn) -> dict[str, Any]:
+    """A file that is right."""
+    names = draw(st.lists(NAMES, min_size=1, max_size=4, unique=True))
+    hosts = draw(st.lists(NAMES, min_size=len(names) + 1, max_size=9, unique=True))
+    gateway, *rest = [f"spiffe://example.org/{host}" if draw(st.booleans()) else host for host in hosts]
+    entries = []
+    for index, name in enumerate(names):
+        weight = draw(st.one_of(st.just({}), st.fixed_dictionaries({"weight": st.floats(1e-3, 1e6)})))
+        entries.append({"name": name, "identities": rest[index :: len(names)], **weight, **draw(LIMITS)})
+    top: dict[str, Any] = {"tenant": entries}
+    if draw(st.booleans()):
+        top["gateways"] = [gateway]
+    if draw(st.booleans()):
+        top["unlisted"] = {"refuse": draw(st.booleans()), **draw(LIMITS)}
+    return top
+
+
+def written(file: dict[str, Any]) -> str:
+    """The file as TOML; strings, numbers and lists are written as in JSON."""
+    lines = [f"gateways = {json.dumps(file['gateways'])}"] if "gateways" in file else []
+    tables = [("[unlisted]", file["unlisted"])] if "unlisted" in file else []
+    for title, table in [*tables, *(("[[tenant]]", entry) for entry in file["tenant"])]:
+        lines += [title, *(f"{key} = {json.dumps(value)}" for key, value in table.items())]
+    return "\n".join(lines) + "\n"
+
+
+@pytest.mark.slow
+@settings(max_examples=40)
+@given(files(), st.data())
+def test_a_file_that_is_right_says_what_stands_in_it_and_a_part_is_refused_or_a_file(
+    file: dict[str, Any], data: st.DataObject
+) -> None:
+    """A file may end where a shorter one would: that one is told from a whole one by looking twice."""
+    whole = written(file).encode()
+    table = parse_tenants("it", whole)
+    for entry in file["tenant"]:
+        for identity in entry["identities"]:
+            tenant = table.listed[identity]
+            assert (tenant.name, tenant.shown) == (entry["name"], entry["name"])
+            assert tenant.weight == entry.get("weight", 1.0)
+            assert tenant.max_priority == entry.get("max_priority", 100)
+            assert tenant.max_queue_depth == entry.get("max_queue_depth")
+            assert (tenant.max_inflight_bytes is None) == ("max_inflight_bytes" not in entry)
+    assert table.gateways == set(file.get("gateways", ()))
+    part = whole[: data.draw(st.integers(0, len(whole) - 1))]
+    try:
+        table = parse_tenants("it", part)
+    except TenantsError:
+        return
+    found = tomllib.loads(part.decode())
+    assert table.listed.keys() == {name for entry in found["tenant"] for name in entry["identities"]}
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_refused_in_words(content: bytes) -> None:
+    with pytest.raises(TenantsError):
+        parse_tenants("it", content)
 
 
 @pytest.mark.parametrize(
@@ -80,17 +161,18 @@ def test_what_is_wrong_is_told(content: str, told: str) -> None:
     with pytest.raises(TenantsError, match=told) as caught:
         parse_tenants("it", content.encode(errors="surrogateescape"))
     assert all(problem.startswith("tenants: 'it': ") for problem in caught.value.problems)
+    assert all("\n" not in problem for problem in caught.value.problems)
 
 
-def test_everything_that_is_wrong_is_told_at_once() -> None:
+def test_everything_that_is_wrong_is_told_at_once_and_a_file_that_is_not_there_named(tmp_path: Path) -> None:
     with pytest.raises(TenantsError) as caught:
         parse_tenants("it", (ENTRY + "weight = 0\nmax_priority = -101\nx = 1").encode())
     assert len(caught.value.problems) == 3
-
-
-def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(TenantsError, match=r"tenants: cannot read '.*none': No such file or directory"):
         read_tenants(str(tmp_path / "none"))
+
+
+# -------------------------------------------------------------------------------------- while a server runs
 
 
 @asynccontextmanager
@@ -104,36 +186,48 @@ async def watched(path: Path) -> AsyncIterator[LiveTenants]:
         await asyncio.gather(watching, return_exceptions=True)
 
 
-@pytest.mark.parametrize("bad", ["weight = 0", "max_priority = -101", "weigh", ENTRY])
-def test_a_file_that_cannot_be_used_changes_nothing_and_is_told_once(bad: str, tmp_path: Path) -> None:
-    path = tmp_path / "tenants.toml"
-    path.write_text(ENTRY)
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A file of tenants."""
+    (made := tmp_path / "tenants.toml").write_text(ENTRY)
+    return made
 
-    async def work() -> None:
+
+def put(path: Path, text: str) -> None:
+    """Puts another file in its place at once: a half-written one may be told of as well."""
+    (made := path.with_suffix(".new")).write_text(text)
+    made.replace(path)
+
+
+@pytest.mark.parametrize("bad", ["weight = 0", "max_priority = -101", "weigh", ENTRY])
+async def test_a_file_that_cannot_be_used_changes_nothing_and_is_told_once(bad: str, path: Path) -> None:
+    with structlog.testing.capture_logs() as lines:
         async with watched(path) as live:
             old = live.table
-            path.write_text(ENTRY.replace("a.example", "b.example") + bad)
+            put(path, ENTRY)
+            await until(lambda: live.look_count > 5)
+            assert not lines, "the same file again is no news"
+            put(path, ENTRY.replace("a.example", "b.example") + bad)
             await until(lambda: lines)
             looks = live.look_count
             await until(lambda: live.look_count > looks + 5)
             assert live.table is old
-            path.unlink()
+            await asyncio.to_thread(path.unlink)
             await until(lambda: len(lines) == 2)
             assert live.table is old
-            path.write_text(ENTRY + "weight = 2")
-            await until(lambda: live.table is not old)
-            assert live.table.listed["a.example"].weight == 2
-
-    with structlog.testing.capture_logs() as lines:
-        asyncio.run(work())
-    kept, gone, swapped = lines
+            put(path, ENTRY)
+            await until(lambda: len(lines) == 3)
+            put(path, ENTRY + "weight = 2")
+            await until(lambda: live.table.listed["a.example"].weight == 2)
+    kept, gone, ended, swapped = lines
     assert (kept["event"], kept["log_level"]) == ("tenants kept", "warning")
     assert kept["problems"][0].startswith(f"tenants: {str(path)!r}: ")
     assert gone["problems"] == [f"tenants: cannot read {str(path)!r}: No such file or directory"]
+    assert ended["event"] == "tenants swapped", "the end of trouble is news"
     assert (swapped["event"], swapped["tenants"]) == ("tenants swapped", ["a"])
 
 
-def test_the_swap_of_a_link_above_it_is_seen(tmp_path: Path) -> None:
+async def test_the_swap_of_a_link_above_it_is_seen(tmp_path: Path) -> None:
     """As Kubernetes swaps the files of a ConfigMap."""
     for name, content in (("one", ENTRY), ("two", ENTRY + "weight = 3")):
         (tmp_path / name).mkdir()
@@ -141,30 +235,7 @@ def test_the_swap_of_a_link_above_it_is_seen(tmp_path: Path) -> None:
     data, path = tmp_path / "..data", tmp_path / "tenants.toml"
     data.symlink_to("one")
     path.symlink_to("..data/tenants.toml")
-
-    async def work() -> None:
-        async with watched(path) as live:
-            (tmp_path / "..new").symlink_to("two")
-            (tmp_path / "..new").rename(data)
-            await until(lambda: live.table.listed["a.example"].weight == 3)
-
-    asyncio.run(work())
-
-
-def test_the_same_file_again_is_no_news_and_an_end_of_trouble_is(tmp_path: Path) -> None:
-    path = tmp_path / "tenants.toml"
-    path.write_text(ENTRY)
-
-    async def work() -> None:
-        async with watched(path) as live:
-            path.write_text(ENTRY)
-            await until(lambda: live.look_count > 5)
-            assert not lines
-            path.write_text("x")
-            await until(lambda: lines)
-            path.write_text(ENTRY)
-            await until(lambda: len(lines) == 2)
-
-    with structlog.testing.capture_logs() as lines:
-        asyncio.run(work())
-    assert [line["event"] for line in lines] == ["tenants kept", "tenants swapped"]
+    async with watched(path) as live:
+        (tmp_path / "..new").symlink_to("two")
+        (tmp_path / "..new").rename(data)
+        await until(lambda: live.table.listed["a.example"].weight == 3)
