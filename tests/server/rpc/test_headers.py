@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import grpc.aio
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,10 +15,10 @@ from npugrad.errors import MalformedRequest
 from npugrad.frames import Chunk
 from npugrad.ops import get_operator
 from npugrad.registry import REGISTRY
-from npugrad.v1 import backward_pb2
+from npugrad.v1 import backward_pb2, server_pb2
 from npugrad.varint import encode_varint
 from npugrad_server.rpc.headers import Header, header_decoder
-from npugrad_server.rpc.register import Garbage, frame_deserializer
+from npugrad_server.rpc.register import Garbage, frame_deserializer, register, tolerant_deserializer
 
 NORM = get_operator("group_norm_backward")
 PARSE = frame_deserializer(REGISTRY.execute_request)
@@ -56,6 +57,9 @@ def test_other_frames_are_what_they_were() -> None:
     empty = backward_pb2.ExecuteRequest(header=backward_pb2.ExecuteHeader())
     assert DECODE(empty.SerializeToString()) == empty
     assert DECODE(b"\xff" * 7) == Garbage(7, "npugrad.v1.ExecuteRequest")
+    parse, message = tolerant_deserializer(server_pb2.ListOperatorsRequest), server_pb2.ListOperatorsRequest()
+    assert parse(message.SerializeToString()) == message
+    assert parse(b"\xff" * 5) == Garbage(5, "npugrad.v1.ListOperatorsRequest")
 
 
 @pytest.mark.parametrize(
@@ -97,3 +101,45 @@ def test_a_header_means_what_protobuf_makes_of_it(patch: bytes, at: int, cut: in
     else:
         assert expected.header.WhichOneof("call") == found.record.name
         assert found.read() == getattr(expected.header, found.record.name)
+
+
+async def test_methods_and_handlers_must_be_the_same_set() -> None:
+    service = server_pb2.DESCRIPTOR.services_by_name["ServerService"]
+    told = r"found handlers \['GetServerInfo'\]; expected \['GetServerInfo', 'List"
+    with pytest.raises(ValueError, match=told):
+        register(grpc.aio.server(), service, {"GetServerInfo": lambda request, context: None})
+
+
+async def test_a_stream_has_chunks_and_messages_both_ways() -> None:
+    service = backward_pb2.DESCRIPTOR.services_by_name["BackwardService"]
+    header = backward_pb2.ExecuteRequest(header=backward_pb2.ExecuteHeader())
+    reply = backward_pb2.ExecuteResponse(header=backward_pb2.ExecuteResponseHeader())
+    chunk = backward_pb2.Chunk(operand=3, offset=2**40, data=b"content")
+    came: list[Any] = []
+
+    async def handle(_: Any, context: Any) -> None:
+        while (frame := await context.read()) is not grpc.aio.EOF:
+            came.append(frame)
+        await context.write(reply)
+        await context.write(Chunk(3, 2**40, memoryview(b"content")))
+
+    server = grpc.aio.server()
+    register(server, service, dict.fromkeys(service.methods_by_name, handle))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        call: Any = channel.stream_stream(
+            f"/{service.full_name}/Execute",
+            response_deserializer=backward_pb2.ExecuteResponse.FromString,
+        )
+        whole = backward_pb2.ExecuteRequest(chunk=chunk).SerializeToString()
+        frames = [header.SerializeToString(), whole, whole[:-1], b""]
+        answered = [frame async for frame in call(iter(frames), timeout=20)]
+    await server.stop(None)
+    assert answered == [reply, backward_pb2.ExecuteResponse(chunk=chunk)]
+    assert came[1]._replace(data=bytes(came[1].data)) == Chunk(3, 2**40, b"content")
+    assert [came[0], *came[2:]] == [
+        header,
+        Garbage(len(chunk.SerializeToString()) + 1, "npugrad.v1.ExecuteRequest"),
+        backward_pb2.ExecuteRequest(),
+    ]

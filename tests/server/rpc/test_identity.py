@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -37,10 +36,9 @@ weight = 4
 """
 STRICT = FILE.replace("[[tenant]]", "[unlisted]\nrefuse = true\n[[tenant]]", 1)
 Metadata = tuple[tuple[str, str], ...]
-Calls = "list[tuple[tuple[str, ...] | None, Metadata]]"
 
 
-def tenants_of(calls: Any, certificates: Certificates, file: str = FILE) -> list[str]:
+async def tenants_of(calls: Any, certificates: Certificates, file: str = FILE) -> list[str]:
     """Names of the tenants of calls, or the message and reason they are refused with.
 
     Args:
@@ -48,15 +46,7 @@ def tenants_of(calls: Any, certificates: Certificates, file: str = FILE) -> list
         certificates: Who signs.
         file: The file of tenants.
     """
-
-    async def work() -> list[str]:
-        found: list[str] = []
-        for names, metadata in calls:
-            is_told = await _call(names, metadata, certificates, file)
-            found.append(is_told)
-        return found
-
-    return asyncio.run(work())
+    return [await _call(names, metadata, certificates, file) for names, metadata in calls]
 
 
 async def _call(
@@ -78,11 +68,8 @@ async def _call(
         channel = grpc.aio.secure_channel(target, certificates.credentials(caller))
     try:
         async with channel:
-            await channel.unary_unary(METHOD)(
-                b"",  # type: ignore[arg-type]
-                metadata=metadata,
-                timeout=30,
-            )
+            call: Any = channel.unary_unary(METHOD)
+            await call(b"", metadata=metadata, timeout=30)
     except grpc.aio.AioRpcError as error:
         return _refused(error)
     finally:
@@ -115,7 +102,7 @@ def _open(handler: Any, certificates: Certificates, file: str, *, is_mutual: boo
     return server, server.add_secure_port("127.0.0.1:0", credentials)
 
 
-def test_the_names_of_a_verified_certificate_decide(certificates: Certificates) -> None:
+async def test_the_names_of_a_verified_certificate_decide(certificates: Certificates) -> None:
     calls = [
         ((BATCH,), ()),
         ((VISION,), ()),
@@ -124,23 +111,23 @@ def test_the_names_of_a_verified_certificate_decide(certificates: Certificates) 
         (("VISION.example.org",), ()),
         (("https://example.org/batch", VISION), ()),
     ]
-    assert tenants_of(calls, certificates) == ["batch", "vision", "vision", "batch", "vision", "vision"]
+    assert await tenants_of(calls, certificates) == ["batch", "vision", "vision", "batch", "vision", "vision"]
 
 
-def test_an_identity_in_no_entry_is_a_tenant_of_its_own_or_refused(certificates: Certificates) -> None:
+async def test_an_identity_in_no_entry_is_a_tenant_of_its_own_or_refused(certificates: Certificates) -> None:
     calls: Any = [(("spiffe://example.org/new",), ()), ((f"not-{VISION}",), ()), ((), ()), (None, ())]
-    assert tenants_of(calls, certificates) == [
+    assert await tenants_of(calls, certificates) == [
         "certificate:spiffe://example.org/new",
         f"certificate:not-{VISION}",
         "ipv4:127.0.0.1",
         "ipv4:127.0.0.1",
     ]
-    refused = tenants_of([*calls, ((VISION,), ())], certificates, STRICT)
+    refused = await tenants_of([*calls, ((VISION,), ())], certificates, STRICT)
     assert refused[0].startswith("tenant: found certificate:spiffe://example.org/new, which is not listed")
     assert [" is not listed" in told for told in refused] == [True, True, True, True, False]
 
 
-def test_a_gateway_says_whose_call_it_is_and_nobody_else_does(certificates: Certificates) -> None:
+async def test_a_gateway_says_whose_call_it_is_and_nobody_else_does(certificates: Certificates) -> None:
     said: Metadata = ((HEADER, "batch-by-gateway"),)
     calls: Any = [
         ((EDGE,), said),
@@ -154,7 +141,7 @@ def test_a_gateway_says_whose_call_it_is_and_nobody_else_does(certificates: Cert
         (None, said),
         ((VISION,), ((HEADER, ""),)),
     ]
-    found = tenants_of(calls, certificates)
+    found = await tenants_of(calls, certificates)
     assert found[:2] == ["batch", "header:new"]
     assert found[2] == found[3]
     assert found[2].startswith(f"{HEADER}: found none from gateway {EDGE}; expected the caller's tenant")
@@ -166,7 +153,7 @@ def test_a_gateway_says_whose_call_it_is_and_nobody_else_does(certificates: Cert
     assert found[9] == found[6]
 
 
-def test_what_a_caller_claims_elsewhere_means_nothing(certificates: Certificates) -> None:
+async def test_what_a_caller_claims_elsewhere_means_nothing(certificates: Certificates) -> None:
     claims: Metadata = (
         ("tenant", "vision"),
         ("x-forwarded-client-cert", f"URI={BATCH}"),
@@ -175,7 +162,7 @@ def test_what_a_caller_claims_elsewhere_means_nothing(certificates: Certificates
         ("x-request-id", VISION),
     )
     calls: Any = [((BATCH,), claims), (None, claims)]
-    assert tenants_of(calls, certificates) == ["batch", "ipv4:127.0.0.1"]
+    assert await tenants_of(calls, certificates) == ["batch", "ipv4:127.0.0.1"]
 
 
 class Context:
