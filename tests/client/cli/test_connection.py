@@ -90,20 +90,20 @@ def test_a_lost_server_among_several_fails_no_command(
 
 
 def test_every_command_gets_in_with_certificates(
-    mutual: ServerProcess, files: dict[str, str], tmp_path: Path
+    mutual: ServerProcess, files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(tmp_path / "in.npz")
     how = flat(files)
     assert json.loads(run("info", "--json", *how, target=mutual.address).stdout)["product"] == "atlas-a2"
     assert len(json.loads(run("ops", "--json", *how, target=mutual.address).stdout)) == len(OPERATORS)
     assert run(*VALIDATE, *ATTRS, *how, target=mutual.address).exit_code == 1
-    done = run(
-        *("call", "group_norm_backward", str(tmp_path / "in.npz"), "-o", str(tmp_path / "out.npz")),
-        *how,
-        target=mutual.address,
-    )
+    call = ("call", "group_norm_backward", str(tmp_path / "in.npz"), "-o", str(tmp_path / "out.npz"))
+    done = run(*call, *how, target=mutual.address)
     assert done.exit_code == 0, done.output
     assert (tmp_path / "out.npz").exists()
+    for option, path in files.items():  # variables do as well
+        monkeypatch.setenv(f"NPUGRAD_CLIENT_{option[2:].replace('-', '_').upper()}", path)
+    assert run("info", target=mutual.address).exit_code == 0
 
 
 @pytest.mark.deep
@@ -119,15 +119,20 @@ def test_the_demo_and_its_example_get_in_with_certificates(
     assert (tmp_path / "registration.png").exists()
 
 
-def test_who_is_not_let_in_reads_why_of_the_demo_too(
+def test_who_is_not_let_in_reads_why_and_is_not_told_to_start_a_server(
     mutual: ServerProcess, files: dict[str, str], certificates: Certificates
 ) -> None:
-    for authority, said in (
-        (files["--tls-ca"], "requires a client certificate"),
-        (certificates.client_ca, "the server's certificate is signed by an authority that is not trusted"),
+    untrusted = "the server's certificate is signed by an authority that is not trusted"
+    for command, options, said in (
+        ("info", ("--tls-ca", certificates.client_ca), untrusted),
+        ("info", ("--tls-ca", files["--tls-ca"]), "requires a client certificate"),
+        ("info", ("--tls",), untrusted),
+        ("demo", ("--tls-ca", certificates.client_ca), untrusted),
+        ("demo", ("--tls-ca", files["--tls-ca"]), "requires a client certificate"),
     ):
-        message = failed(run("demo", "--tls-ca", authority, "--target", mutual.address), 1)
+        message = failed(run(command, *options, "--target", mutual.address), 1)
         assert said in message
+        assert said is not untrusted or "npugrad-server serve" not in message
 
 
 @pytest.mark.parametrize("option", ["--tls", "--tls-ca=x", "--tls-certificate=x", "--tls-key=x"])
@@ -149,34 +154,11 @@ def test_variables_of_certificates_are_not_for_the_demos_own_service(
     assert done.stdout.startswith("Starting the service on loopback ...\n")
 
 
-def test_variables_do_as_well_as_options(
-    mutual: ServerProcess, files: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for option, path in files.items():
-        monkeypatch.setenv(f"NPUGRAD_CLIENT_{option[2:].replace('-', '_').upper()}", path)
-    assert run("info", target=mutual.address).exit_code == 0
-
-
-def test_who_is_not_let_in_reads_why_and_is_not_told_to_start_a_server(
-    mutual: ServerProcess, files: dict[str, str], certificates: Certificates
-) -> None:
-    message = failed(run("info", "--tls-ca", certificates.client_ca, target=mutual.address), 1)
-    assert "the server's certificate is signed by an authority that is not trusted" in message
-    assert "npugrad-server serve" not in message
-    message = failed(run("info", "--tls-ca", files["--tls-ca"], target=mutual.address), 1)
-    assert "requires a client certificate" in message
-    message = failed(run("info", "--tls", target=mutual.address), 1)
-    assert "the server's certificate is signed by an authority that is not trusted" in message
-
-
 def test_mistakes_are_told_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "x").write_text("nonsense")
     for options, said in (
         (("--tls-ca", "/none"), "--tls: cannot read '/none': No such file or directory"),
-        (
-            ("--tls-key", "/none"),
-            "--tls-key needs --tls-certificate",
-        ),
+        (("--tls-key", "/none"), "--tls-key needs --tls-certificate"),
         (("--tls-ca", str(tmp_path / "x")), f"tls: ca: no PEM block (-----BEGIN ...) in {tmp_path}/x"),
         (("--target", "a:1,"), "target: found empty text; expected host:port"),
     ):
