@@ -182,7 +182,7 @@ def test_a_scalar_is_rounded_to_its_type(number: float, dtype: str) -> None:
 
 
 def test_what_carries_no_scalar_type_gets_the_one_of_c() -> None:
-    typed = {
+    typed: dict[str, list[Any]] = {
         "bool": [True, np.True_],
         "int64": [3],
         "float64": [0.1, np.float64(0.1)],

@@ -127,7 +127,7 @@ def test_a_meta_travels_whole() -> None:
     assert codec.decode_meta(message, NORM.name, "mean") == meta
 
 
-BAD_METAS = {
+BAD_METAS: dict[str, tuple[dict[str, Any], str]] = {
     "unspecified type": ({"data_type": 0}, "data type 0"),
     "unknown type": ({"data_type": 99}, "data type 99"),
     "unknown format": ({"format": 99}, "format 99"),

@@ -69,4 +69,4 @@ def test_a_check_tells_what_it_found_and_expected() -> None:
 
 
 def test_lists_read_like_sentences() -> None:
-    assert list(map(r.listed, (["a"], ["a", "b"], ["a", "b", 3]))) == ["a", "a or b", "a, b or 3"]
+    assert [r.listed(items) for items in ("a", "ab", ["a", "b", 3])] == ["a", "a or b", "a, b or 3"]

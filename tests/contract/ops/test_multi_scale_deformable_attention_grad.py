@@ -62,7 +62,7 @@ def test_both_example_programs_are_legal_and_send_one_shape_to_the_device(shape:
 
 
 def test_other_shapes_and_types_are_refused() -> None:
-    shapes = {
+    shapes: dict[str, list[tuple[int, ...]]] = {
         "grad_output.channels": [(2, 3, 15), (2, 3, 8), (2, 3, 1, 16), (2, 3, 8, 2)],
         "grad_output.num_queries": [(2, 4, 16)],
         "grad_output.bs": [(1, 3, 2, 8)],
