@@ -277,7 +277,7 @@ def test_a_pre_forking_parent_shares_its_client_with_its_workers() -> None:
 @pytest.mark.slow
 @pytest.mark.torch
 @pytest.mark.parametrize(("way", "epochs"), [("fork", 2), ("spawn", 1)])
-def test_a_dataset_calls_from_dataloader_workers(way: str, epochs: int) -> None:
+def test_a_dataset_calls_from_dataloader_workers(way: str, epochs: int, tmp_path: Path) -> None:
     """Once more in new workers where they are forked; those that are spawned import everything anew."""
     pytest.importorskip("torch")
     program = """
@@ -312,11 +312,10 @@ def test_a_dataset_calls_from_dataloader_workers(way: str, epochs: int) -> None:
             print(sum(len(batch) for batch in loader), flush=True)
         dataset[1]
     """
-    with fake_service() as service, tempfile.NamedTemporaryFile("w", suffix=".py") as file:
-        file.write(textwrap.dedent(program))
-        file.flush()
+    (tmp_path / "load.py").write_text(textwrap.dedent(program))
+    with fake_service() as service:
         ran = subprocess.run(
-            [sys.executable, "-W", "ignore", file.name, service.address, way, str(epochs)],
+            [sys.executable, "-W", "ignore", tmp_path / "load.py", service.address, way, str(epochs)],
             capture_output=True,
             text=True,
             timeout=550,
