@@ -13,9 +13,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-from tests.server.pool.deadline_world import DeadlineWorld
-from tests.server.pool.pool_calls import Plan, Planned, has_gap, told
-from tests.server.pool.quota_world import QuotaWorld
+from tests.server.pool.admission_world import DeadlineWorld, QuotaWorld
 from tests.server.pool.scheduler_world import (
     ARENA,
     ATTEMPTS,
@@ -23,7 +21,10 @@ from tests.server.pool.scheduler_world import (
     MEMORY,
     OPERATORS,
     Call,
+    Plan,
+    Planned,
     SchedulerWorld,
+    has_gap,
 )
 
 from npugrad import Product
@@ -171,7 +172,7 @@ class PoolWorld(QuotaWorld, DeadlineWorld):
             return f"call {number} is refused: {reason}"
         self.uploads[number] = call
         region = self.regions[number]
-        return f"call {number} is let in: {told(call)}, operands {region.offset}+{region.nbytes}"
+        return f"call {number} is let in: {call.told()}, operands {region.offset}+{region.nbytes}"
 
     def on_uploaded(self, rng: random.Random) -> str:
         """The operands of a call are all there."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+from npugrad_server.pool.admission import Demand
 from npugrad_server.pool.call_lifecycle import EXHAUSTION_REASONS, SUSPECT_ATTEMPTS
 from npugrad_server.pool.circuit_breaker import OPEN_S
 from npugrad_server.pool.commands import (
@@ -24,8 +27,10 @@ from npugrad_server.pool.commands import (
     WorkerSpec,
 )
 from npugrad_server.pool.device_memory import workspace_footprint
+from npugrad_server.pool.regions import ALIGNMENT, Region, aligned
 from npugrad_server.pool.scheduler import Scheduler
 from npugrad_server.pool.state import CallState, WorkerState
+from npugrad_server.pool.tenant import Tenant
 from npugrad_server.pool.types import DeviceState, PoolSettings
 from npugrad_server.pool.worker_lifecycle import SLOWEST_S, STARTS_AT_ONCE, TURN_S
 from npugrad_server.worker.protocol import AbandonCall, WorkspaceGranted, WorkspaceRefused
@@ -35,6 +40,26 @@ DEVICE = 8 * 512
 """Memory that a device with its own has at most."""
 UNSUPPORTED = ("OPERATOR_UNSUPPORTED", "DETERMINISM_UNSUPPORTED")
 OPERATORS = ("", "p", "q")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that the pool looks at of a plan: what it needs is counted already."""
+
+    record: Any
+    signature: bytes
+    demands: dict[bool, Demand]
+
+
+@dataclass(frozen=True)
+class Planned:
+    """All that admission control looks at of a planned call."""
+
+    plan: Plan
+    options: Any
+    tenant: Tenant
+    deadline_s: float | None
+    request_id: str = ""
 
 
 @dataclass
@@ -76,6 +101,16 @@ class Call:
         """What it holds of the memory of a device with its own."""
         return self.request.device_bytes + workspace_footprint(self.granted)
 
+    def told(self) -> str:
+        """What it is, in words."""
+        request = self.request
+        due = "never" if request.deadline_s is None else f"{request.deadline_s:.3f}"
+        return (
+            f"tenant {request.tenant.name}, priority {request.priority}, label {request.label}, "
+            f"operator {request.operator!r}, deterministic {request.deterministic}, due {due}, "
+            f"outputs {request.output_bytes}, host {request.memory_bytes}, device {request.device_bytes}"
+        )
+
 
 @dataclass
 class Process:
@@ -95,6 +130,20 @@ class Process:
         return call.request.operator in self.unavailable or (
             call.request.deterministic and self.mode is False
         )
+
+
+def has_gap(regions: Iterable[Region], size: int, nbytes: int) -> bool:
+    """Whether so many bytes fit between regions."""
+    wanted, end = aligned(nbytes), 0
+    taken: list[tuple[int, int]] = []
+    for region in regions:
+        if region.nbytes:
+            insort(taken, (region.offset, region.nbytes))
+    for offset, length in [*taken, (size // ALIGNMENT * ALIGNMENT, 0)]:
+        if offset - end >= wanted:
+            return True
+        end = offset + length
+    return not wanted
 
 
 class SchedulerWorld:
