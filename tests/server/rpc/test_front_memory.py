@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from npugrad.codec import CHUNK_BYTES
-from npugrad.errors import DeadlineExceeded, ServerBusy
+from npugrad.errors import DeadlineExceeded, NpugradError, ServerBusy
 from npugrad_server.config import LEAST_MESSAGE_BYTES
 from npugrad_server.metrics import Metrics
 from npugrad_server.pool.tenant import NOBODY, Tenant
@@ -30,7 +29,7 @@ class Context:
         return None
 
     def peer(self) -> str:
-        return "ipv4:10.0.0.7:41234"
+        return PEER
 
 
 def call_of(memory: FrontMemory, *, stream: bool = False, tenant: Tenant = NOBODY) -> RpcCall:
@@ -166,11 +165,14 @@ async def test_who_gave_up_waiting_holds_nothing(how: str) -> None:
 
 # ------------------------------------------------------------------------------------------ who is too slow
 
+PEER = "ipv4:10.0.0.7:41234"
 
-def ended(memory: FrontMemory, calls: Sequence[RpcCall], after_s: float) -> tuple[set[str], list[Any]]:
-    """Peers whose connections end, and why calls were ended, so long after what they wait for began."""
-    now_s = after_s + max(call.answered_s or call.reading_s or call.marks[0][1] for call in calls)
-    return memory.tick(calls, now_s), [call.failure for call in calls if call.failure is not None]
+
+def ended(memory: FrontMemory, call: RpcCall, after_s: float) -> tuple[set[str], NpugradError | None]:
+    """Peers whose connections end, and why a call was ended, so long after what it waits for began."""
+    return memory.tick(
+        [call], after_s + (call.answered_s or call.reading_s or call.marks[0][1])
+    ), call.failure
 
 
 def answered(memory: FrontMemory, *, stream: bool = False) -> RpcCall:
@@ -185,37 +187,30 @@ def answered(memory: FrontMemory, *, stream: bool = False) -> RpcCall:
     return call
 
 
-def test_a_reply_that_is_not_taken_costs_its_caller_the_connection() -> None:
-    memory = FrontMemory(FrontLimits(reply_timeout_s=50))
+def test_a_reply_that_is_not_taken_costs_its_caller_the_connection_and_sooner_while_memory_is_short() -> None:
+    memory = FrontMemory(FrontLimits(memory_bytes=4 * MESSAGE, reply_timeout_s=50))
     call = answered(memory)
-    assert ended(memory, [call], 49) == (set(), [])
-    assert ended(memory, [call], 51) == ({"ipv4:10.0.0.7:41234"}, [])
+    assert ended(memory, call, 49) == (set(), None)
+    assert ended(memory, call, 51) == ({PEER}, None)
     assert memory.dropped == {"request": 0, "reply": 1}
-
-
-def test_while_memory_is_short_a_reply_has_less_time() -> None:
-    memory = FrontMemory(FrontLimits(memory_bytes=4 * MESSAGE))
-    call = answered(memory)
-    assert not ended(memory, [call], 6)[0]
+    another = answered(memory)
+    assert not ended(memory, another, 6)[0]
     assert memory.arrive(call_of(memory), int(3.1 * MESSAGE))
-    assert ended(memory, [call], 6)[0]
+    assert ended(memory, another, 6)[0]
 
 
 def test_a_stream_that_was_given_up_with_a_frame_on_its_way_is_ended_soon() -> None:
-    memory = room_for(10)
-    call = answered(memory, stream=True)
-    assert memory.replies_bytes > 0
-    assert not ended(memory, [call], 4)[0]
-    assert ended(memory, [call], 6)[0]
-
-
-def test_a_call_that_failed_holds_nothing_but_a_frame_on_its_way() -> None:
+    """A call that failed holds nothing else."""
     memory = room_for(10)
     for stream in (False, True):
         call = call_of(memory, stream=stream)
         assert memory.arrive(call, MESSAGE)
         memory.failed(call)
         assert memory.used_bytes == 0
+    call = answered(memory, stream=True)
+    assert memory.replies_bytes > 0
+    assert not ended(memory, call, 4)[0]
+    assert ended(memory, call, 6)[0]
 
 
 def test_a_message_that_does_not_come_is_given_up() -> None:
@@ -223,11 +218,11 @@ def test_a_message_that_does_not_come_is_given_up() -> None:
     call = call_of(memory)
     assert memory.arrive(call, MESSAGE)
     call.reading_s = call.marks[0][1]
-    assert ended(memory, [call], 59) == (set(), [])
-    assert isinstance(ended(memory, [call], 61)[1][0], DeadlineExceeded)
+    assert ended(memory, call, 59) == (set(), None)
+    assert isinstance(ended(memory, call, 61)[1], DeadlineExceeded)
     call.failure = None
     assert memory.arrive(call_of(memory), int(2.1 * MESSAGE))
-    assert isinstance(ended(memory, [call], 3)[1][0], ServerBusy)
+    assert isinstance(ended(memory, call, 3)[1], ServerBusy)
     assert memory.dropped == {"request": 2, "reply": 0}
 
 
@@ -237,10 +232,10 @@ def test_while_memory_is_short_slow_streams_give_way(is_slow: bool) -> None:
     call = call_of(memory, stream=True)
     assert memory.arrive(call, MESSAGE)
     call.is_slow = lambda: is_slow
-    assert ended(memory, [call], 1) == (set(), [])
+    assert ended(memory, call, 1) == (set(), None)
     assert memory.arrive(call_of(memory), int(2.1 * MESSAGE))
-    assert len(ended(memory, [call], 1)[1]) == is_slow
-    assert len(ended(memory, [call], 1)[1]) == is_slow
+    for _ in range(2):
+        assert (ended(memory, call, 1)[1] is not None) == is_slow
     assert memory.dropped["request"] == is_slow  # once
 
 

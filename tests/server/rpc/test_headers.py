@@ -107,7 +107,7 @@ async def test_methods_and_handlers_must_be_the_same_set() -> None:
     service = server_pb2.DESCRIPTOR.services_by_name["ServerService"]
     told = r"found handlers \['GetServerInfo'\]; expected \['GetServerInfo', 'List"
     with pytest.raises(ValueError, match=told):
-        register(grpc.aio.server(), service, {"GetServerInfo": lambda request, context: None})
+        register(grpc.aio.server(), service, {"GetServerInfo": None})  # type: ignore[dict-item]
 
 
 async def test_a_stream_has_chunks_and_messages_both_ways() -> None:
