@@ -25,13 +25,7 @@ def run(inputs: Inputs, scale: float = 0.25, dtype: npt.DTypeLike = np.float64) 
 
 
 def make(masked: float | None = None, seed: int = 0, **sizes: int) -> Inputs:
-    """Draw a call whose softmax statistics and attention output belong to no forward pass at all.
-
-    Args:
-        masked: Share of masked keys, or None for no mask.
-        seed: Of all that is drawn.
-        **sizes: Of `MEDIUM` those that are others.
-    """
+    """Draw a call of no forward pass at all; `masked` is the share of masked keys, or None for no mask."""
     derived = Derived(RECORD, {**MEDIUM, **sizes, "with_mask": masked is not None}, "medium")
     inputs = in_float64(derived.unrelated(derived.call("float64"), seed))
     if masked is not None:
@@ -63,11 +57,8 @@ def by_einsum(inputs: Inputs, scale: float) -> dict[str, Array]:
 def by_autograd(inputs: Inputs, scale: float, *, passing: bool) -> dict[str, Array]:
     """Differentiate the forward pass, and put its statistics and output into `inputs`.
 
-    Args:
-        inputs: The call; softmax_max, softmax_sum and attention_in are replaced.
-        scale: Factor of the scores.
-        passing: Replace masked scores by their value only, so that the gradient passes the mask; if not, as
-            torch's masked_fill does, by a constant.
+    Masked scores are replaced by a constant, as torch's masked_fill does, or, passing, by their value only:
+    then the gradient passes the mask.
     """
     torch = pytest.importorskip("torch")
     leaves = [torch.tensor(operand(inputs, source), requires_grad=True) for source in OUTPUTS.values()]
