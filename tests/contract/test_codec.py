@@ -120,13 +120,6 @@ def test_a_forgotten_attribute_is_named_and_a_forgotten_mask_is_null() -> None:
     assert codec.decode_request(NORM, message, A2).call.attrs["output_mask"] == ()
 
 
-def test_a_meta_travels_whole() -> None:
-    meta = TensorMeta("float16", (2, 3), strides=(4, 1), storage_offset=5)
-    message = tensor_pb2.TensorMeta()
-    codec.encode_meta(meta, message)
-    assert codec.decode_meta(message, NORM.name, "mean") == meta
-
-
 BAD_METAS: dict[str, tuple[dict[str, Any], str]] = {
     "unspecified type": ({"data_type": 0}, "data type 0"),
     "unknown type": ({"data_type": 99}, "data type 99"),
