@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.server.pool.pools import make_job
@@ -44,26 +43,14 @@ def test_calls_of_a_plan_share_what_was_counted_for_it() -> None:
     assert demand_of(first, own_memory=True) != demand_of(first)
 
 
-@pytest.fixture
-def told() -> list[ForgetPlan]:
-    return []
-
-
-def test_a_plan_is_brought_once_and_plans_that_look_alike_are_two(told: list[ForgetPlan]) -> None:
-    sent = SentPlans(told.append)
-    one, other = plans(2)
-    assert sent.begin(1, one) == (0, False)
-    assert sent.begin(2, one) == (0, True)
-    assert sent.begin(3, other) == (1, False)
-    assert sent.begin(4, replace(one)) == (2, False)
-    sent.end(1)
-    assert sent.begin(5, one) == (0, True)
+def test_a_plan_is_brought_once_and_the_one_that_was_used_longest_ago_goes_first() -> None:
+    told: list[ForgetPlan] = []
+    sent, (one, two, three) = SentPlans(told.append), plans(3)
+    # The last one looks like the first, and is another.
+    found = [sent.begin(call, plan) for call, plan in enumerate((one, one, two, replace(one)))]
+    assert found == [(0, False), (0, True), (1, False), (2, False)]
     assert told == []
-
-
-def test_the_plan_that_was_used_longest_ago_goes_first(told: list[ForgetPlan]) -> None:
     sent = SentPlans(told.append, most=2)
-    one, two, three = plans(3)
     for call, plan in enumerate((one, two, one)):
         sent.begin(call, plan)
         sent.end(call)
@@ -74,15 +61,14 @@ def test_the_plan_that_was_used_longest_ago_goes_first(told: list[ForgetPlan]) -
     assert told == [ForgetPlan(1), ForgetPlan(0)]
 
 
-def test_a_plan_is_forgotten_after_the_last_of_its_calls(told: list[ForgetPlan]) -> None:
+def test_a_plan_is_forgotten_after_the_last_of_its_calls() -> None:
+    told: list[ForgetPlan] = []
     sent = SentPlans(told.append, most=1)
     one, two = plans(2)
-    sent.begin(1, one)
-    sent.begin(2, one)
-    sent.begin(3, two)
-    sent.end(1)
-    sent.end(1)  # an answer that was told twice
-    sent.end(77)  # a call that had no number
+    for call, plan in enumerate((one, one, two), 1):
+        sent.begin(call, plan)
+    for call in (1, 1, 77):  # an answer that was told twice, and a call that had no number
+        sent.end(call)
     assert told == []
     sent.end(2)
     assert told == [ForgetPlan(0)]
@@ -92,16 +78,15 @@ def test_a_plan_is_forgotten_after_the_last_of_its_calls(told: list[ForgetPlan])
     assert told == [ForgetPlan(0), ForgetPlan(1)]
 
 
-def test_a_number_that_the_process_lacks_is_given_to_no_later_call(told: list[ForgetPlan]) -> None:
-    sent = SentPlans(told.append)
-    (one,) = plans(1)
+def test_a_number_that_the_process_lacks_is_given_to_no_later_call() -> None:
+    told: list[ForgetPlan] = []
+    sent, (one,) = SentPlans(told.append), plans(1)
     sent.begin(1, one)
     sent.end(1)
     sent.begin(2, one)
     sent.begin(3, one)
-    assert sent.missed(2)
-    assert not sent.missed(2)  # it has no number any more
-    assert not sent.missed(1)
+    # The second time it has no number any more.
+    assert [sent.missed(call) for call in (2, 2, 1)] == [True, False, False]
     assert sent.begin(4, one) == (1, False)
     assert sent.missed(3)
     assert sent.begin(5, one) == (1, True)
