@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from tests.client.bench.made import GRID, answer, result, scenario
 
-from npugrad import OPERATORS
 from npugrad_client.bench.compare import compare
 from npugrad_client.bench.record import Record
 from npugrad_client.bench.result import Result
@@ -20,20 +19,20 @@ from npugrad_client.bench.scenario import ScenarioError, WeightedWorkload
 
 
 def test_runs_alike_are_no_difference() -> None:
-    found = [compare(result(seed=seed), result(seed=seed + 100)).judgement for seed in range(8)]
-    assert found == ["no difference"] * 8
+    found = [compare(result(seed=seed), result(seed=seed + 100)).judgement for seed in range(4)]
+    assert found == ["no difference"] * 4
 
 
 def test_a_fifth_slower_is_found_with_its_interval() -> None:
     covered = 0
-    for seed in range(8):
+    for seed in range(4):
         found = compare(result(0.02, seed=seed), result(0.024, seed=seed + 100))
         assert found.judgement == "slower"
         p50 = found.differences[0]
         assert p50.metric == "p50"
         covered += p50.low < 0.2 < p50.high
         assert 0.12 < p50.low < p50.change < p50.high < 0.28
-    assert covered >= 6
+    assert covered >= 3
     assert str(found).startswith("slower: p50: ")
     assert ", slower by " in str(found)
 
@@ -81,9 +80,8 @@ def test_a_closed_loop_is_held_against_its_throughput() -> None:
 
 def test_time_in_which_nothing_starts_is_part_of_the_throughput() -> None:
     """Calls longer than a window leave windows without a start, and so does a server that stands still."""
-    a, b = (
-        result(0.02, rate=rate, duration_s=60.0, seed=rate, arrival="closed", window_s=0.1) for rate in (5, 4)
-    )
+    long: dict[str, Any] = {"duration_s": 60.0, "arrival": "closed", "window_s": 0.1}
+    a, b = (result(0.02, rate=rate, seed=rate, **long) for rate in (5, 4))
     b.scenario["load"][0][:] = a.scenario["load"][0]  # of a closed loop these are callers, as many in both
     throughput = next(d for d in compare(a, b).differences if d.metric == "throughput")
     assert [throughput.a, throughput.b] == pytest.approx([5, 4])
@@ -136,9 +134,9 @@ def test_unsteady_runs_are_inconclusive() -> None:
 
 
 @pytest.mark.parametrize(("change", "key"), [({"rate": 50.0}, "load"), ({"arrival": "poisson"}, "arrival")])
-def test_only_the_same_load_is_compared(change: dict[str, object], key: str) -> None:
+def test_only_the_same_load_is_compared(change: dict[str, Any], key: str) -> None:
     with pytest.raises(ScenarioError, match=f"B: {key}: found .*; expected that of A"):
-        compare(result(), result(**change))  # type: ignore[arg-type]
+        compare(result(), result(**change))
 
 
 def test_a_run_too_short_is_refused() -> None:
@@ -171,11 +169,6 @@ def test_a_run_that_has_a_flaw_is_refused_unless_told(
     assert allowed.judgement == "no difference"
 
 
-def test_the_same_two_runs_give_the_same_verdict() -> None:
-    a, b = result(seed=1), result(seed=2)
-    assert json.dumps(compare(a, b).as_dict()) == json.dumps(compare(a, b).as_dict())
-
-
 def test_runs_of_other_inputs_are_not_compared() -> None:
     """What travels and what the server makes are two tests, and the message says no more than that."""
     made = WeightedWorkload(GRID.operator, inputs="recipe", name="both")
@@ -185,9 +178,8 @@ def test_runs_of_other_inputs_are_not_compared() -> None:
     with pytest.raises(ScenarioError) as caught:
         compare(a, b)
     assert str(caught.value) == "B: workloads[0].inputs: found 'recipe'; expected that of A, 'data'"
-    with pytest.raises(
-        ScenarioError, match=r"B: workloads\[0\].digest: found True; expected that of A, False"
-    ):
+    message = r"B: workloads\[0\].digest: found True; expected that of A, False"
+    with pytest.raises(ScenarioError, match=message):
         compare(b, c)
 
 
@@ -195,10 +187,7 @@ def test_runs_of_other_inputs_are_not_compared() -> None:
     ("change", "key"),
     [
         ({"deterministic": True}, "deterministic"),
-        (
-            {"sizes": {**OPERATORS[GRID.operator].workloads.named["small"].sizes, "align_corners": True}},
-            r"sizes\.align_corners",
-        ),
+        ({"sizes": {**GRID.keywords, "align_corners": True}}, r"sizes\.align_corners"),
     ],
 )
 def test_runs_of_calls_that_differ_in_no_byte_are_not_compared(change: dict[str, Any], key: str) -> None:
@@ -225,5 +214,23 @@ def test_a_comparison_without_bounds_is_json_all_the_same() -> None:
     for window in b.record.windows.values():
         window.completed = 0
     text = json.dumps(compare(a, b).as_dict(), allow_nan=False)
+    assert text == json.dumps(compare(a, b).as_dict()), "the same two runs give the same"
     throughput = next(d for d in json.loads(text)["differences"] if d["metric"] == "throughput")
     assert throughput["change"] is None
+
+
+@pytest.mark.deep
+@pytest.mark.slow
+def test_intervals_cover_what_is_true() -> None:
+    """Of two processes whose medians differ by a tenth, nearly every joint 95 % interval holds the tenth."""
+    covered, spans = 0, []
+    for seed in range(60):
+        a, b = (
+            result(median, seed=1000 + 2 * seed + index, duration_s=12, rate=50)
+            for index, median in enumerate((0.02, 0.022))
+        )
+        p50 = compare(a, b).differences[0]
+        covered += p50.low <= 0.1 <= p50.high
+        spans.append(p50.high - p50.low)
+    assert covered >= 54, "of 60; fewer have a chance below 1 in 100 at 95 %"
+    assert np.mean(spans) < 0.15, "and not because they hold everything"

@@ -15,58 +15,26 @@ jax = pytest.importorskip("jax", reason="jax is not installed: pip install 'npug
 
 import jax.numpy as jnp
 from jax.test_util import check_grads
-from tests.client.jax.test_jax import deformable, normal, squared
-
-from npugrad_client.jax import (
-    Policies,
-    RemoteWarning,
-    fused_floyd_attention,
-    grid_sample,
-    group_norm,
-    layer_norm,
-    multi_scale_deformable_attention,
+from tests.client.jax import test_jax
+from tests.client.jax.test_jax import (
+    BF16,
+    DEFORMABLE,
+    F32,
+    FLOYD,
+    NAMED,
+    NAMES,
+    NOWHERE,
+    WRAPS,
+    deformable,
+    eager,
+    normal,
+    odd,
+    of_norm,
+    sampled,
+    squared,
 )
 
-NOWHERE = "127.0.0.1:1"
-
-
-def floyd(rng: Any, dtype: Any) -> list[Any]:
-    """Five operands of sizes that no document allows."""
-    b, h, n, m, k, d = 2, 1, 3, 4, 5, 2
-    shapes = ((b, h, n, m, d), (b, h, n, k, d), (b, h, n, k, d), (b, h, k, m, d), (b, h, k, m, d))
-    return [normal(rng, *shape, dtype=dtype) for shape in shapes]
-
-
-def calls(rng: Any, dtype: Any) -> dict[str, tuple[Any, list[Any], tuple[int, ...]]]:
-    """Each function, operands, and which of them have gradients."""
-    value, shapes, starts, location, weight = deformable(rng, dtype)
-    return {
-        "group_norm": (
-            partial(group_norm, groups=2),
-            [normal(rng, 2, 4, 5, dtype=dtype), normal(rng, 4, dtype=dtype), normal(rng, 4, dtype=dtype)],
-            (0, 1, 2),
-        ),
-        "layer_norm": (
-            layer_norm,
-            [normal(rng, 2, 4, 5, dtype=dtype), normal(rng, 5, dtype=dtype), normal(rng, 5, dtype=dtype)],
-            (0, 1, 2),
-        ),
-        "grid_sample": (
-            grid_sample,
-            [normal(rng, 1, 2, 4, 4, dtype=dtype), 0.9 * normal(rng, 1, 3, 2, 2, dtype=dtype)],
-            (0, 1),
-        ),
-        "multi_scale_deformable_attention": (
-            multi_scale_deformable_attention,
-            [value[..., :5], shapes, starts, location, weight],
-            (0, 3, 4),
-        ),
-        "fused_floyd_attention": (fused_floyd_attention, floyd(rng, dtype), tuple(range(5))),
-    }
-
-
-NAMES = tuple(calls(np.random.default_rng(0), jnp.float32))
-FUNCTIONS = pytest.mark.parametrize("name", NAMES)
+from npugrad_client.jax import Policies, RemoteWarning, grid_sample, group_norm, layer_norm
 
 
 @pytest.fixture
@@ -76,17 +44,16 @@ def float64() -> Any:
         yield
 
 
-@FUNCTIONS
+@NAMES
 def test_float64_runs_here_and_agrees_with_differences(float64: Any, rng: Any, name: str) -> None:
-    function, operands, wanted = calls(rng, jnp.float64)[name]
-    policies = Policies(on_refused="local")
-    fixed = dict(enumerate(operands))
+    tested, operands = NAMED[name], odd(name, rng, jnp.float64)
+    policies, fixed = Policies(on_refused="local"), dict(enumerate(operands))
 
     def run(*floats: Any) -> Any:
-        given = {**fixed, **dict(zip(wanted, floats, strict=True))}
-        return function(*given.values(), client=dead, policies=policies)
+        given = {**fixed, **dict(zip(tested.wanted, floats, strict=True))}
+        return tested.function(*given.values(), client=dead, policies=policies)
 
-    floats = [operands[number] for number in wanted]
+    floats = [operands[number] for number in tested.wanted]
     with Client(NOWHERE, timeout_s=5) as dead:
         # The second order takes many seconds to trace, so two of them stand for all.
         order = 2 if name in ("group_norm", "multi_scale_deformable_attention") else 1
@@ -97,75 +64,54 @@ def test_float64_runs_here_and_agrees_with_differences(float64: Any, rng: Any, n
     assert run(*floats).dtype == jnp.float64
 
 
-@FUNCTIONS
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+@NAMES
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=["float32", "bfloat16"])
 def test_what_is_small_is_computed_here_and_compiles(rng: Any, name: str, dtype: Any) -> None:
-    function, operands, wanted = calls(rng, dtype)[name]
-    if name == "multi_scale_deformable_attention":
-        operands[0] = deformable(rng, dtype)[0]
-    policies = Policies(on_refused="local", min_bytes=2**30)
+    tested, policies = NAMED[name], Policies(on_refused="local", min_bytes=2**30)
+    operands = odd(name, rng, dtype) if tested is FLOYD else tested.operands(rng, dtype)
     with Client(NOWHERE, timeout_s=5) as dead:
-        loss = partial(function, client=dead, policies=policies)
-        grads = jax.jit(jax.grad(lambda *o: squared(loss(*o)), argnums=wanted))(*operands)
-    assert [grad.dtype for grad in grads] == [dtype] * len(wanted)
+        _, grads = tested.gradient(operands, jax.jit, client=dead, policies=policies)
+    assert [grad.dtype for grad in grads] == [dtype] * len(tested.wanted)
     assert all(np.isfinite(np.asarray(grad, np.float32)).all() for grad in grads)
     assert [(row.is_sent, row.why) for row in policies.summary().rows] == [(False, "smaller than min_bytes")]
 
 
-def test_what_the_documents_refuse_is_told_once(client: Client, rng: Any) -> None:
-    function, operands, wanted = calls(rng, jnp.float32)["multi_scale_deformable_attention"]
-    policies = Policies()
-    gradient = jax.grad(lambda *o: squared(function(*o, client=client, policies=policies)), argnums=wanted)
+def test_what_the_documents_refuse_is_told_once_or_raised_when_it_is_traced(client: Client, rng: Any) -> None:
+    operands, policies = odd("multi_scale_deformable_attention", rng), Policies()
     with pytest.warns(RemoteWarning, match="because the service refuses it: .*value: found") as said:
-        assert len([gradient(*operands) for _ in range(2)]) == 2
+        [DEFORMABLE.gradient(operands, eager, client=client, policies=policies) for _ in range(2)]
     assert len(said) == 1
-    assert said[0].filename == __file__
+    assert said[0].filename == test_jax.__file__  # where the function is called
     (row,) = policies.summary().rows
     assert (row.is_sent, row.calls) == (False, 2)
-
-
-def test_or_raised_when_it_is_traced(client: Client, rng: Any) -> None:
-    function, operands, _ = calls(rng, jnp.float32)["multi_scale_deformable_attention"]
     with pytest.raises(InvalidOperand, match="value: found"):
-        function(*operands, client=client, policies=Policies(on_refused="raise"))
+        DEFORMABLE.function(*operands, client=client, policies=Policies(on_refused="raise"))
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@WRAPS
 def test_what_is_sent_is_counted_and_the_services_own(client: Client, rng: Any, wrap: Any) -> None:
-    x = normal(rng, 2, 8, 5)
-    policies = Policies()
-
-    def loss(x: Any, policies: Any) -> Any:
-        return squared(group_norm(x, groups=4, client=client, policies=policies))
-
-    got = wrap(jax.grad(partial(loss, policies=policies)))(x)
-    np.testing.assert_array_equal(got, wrap(jax.grad(partial(loss, policies=None)))(x))
+    call, policies, tested = of_norm(rng), Policies(), NAMED["group_norm"]
+    got = tested.gradient(call, wrap, client=client, policies=policies)
+    jax.tree.map(np.testing.assert_array_equal, got, tested.gradient(call, wrap, client=client))
     (row,) = policies.summary().rows
     assert (row.operator, row.is_sent, row.calls) == ("group_norm_backward", True, 1)
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@WRAPS
 @pytest.mark.parametrize("name", ["group_norm", "layer_norm", "grid_sample"])
 def test_a_failure_of_the_service_may_be_made_good_here(
     client: Client, rng: Any, name: str, wrap: Any
 ) -> None:
-    function, operands, wanted = calls(rng, jnp.float32)[name]
+    tested, operands = NAMED[name], NAMED[name].operands(rng)
     policies, sent = Policies(on_error="local"), Policies()
-    with Client(NOWHERE, retry=None) as dead:
-
-        def gradient(client: Client, policies: Policies) -> Any:
-            return wrap(
-                jax.grad(lambda *o: squared(function(*o, client=client, policies=policies)), argnums=wanted)
-            )
-
-        failing = gradient(dead, policies)
-        with pytest.warns(
-            RemoteWarning, match="runs locally because the service failed: .*cannot reach"
-        ) as said:
-            got = [jax.block_until_ready(failing(*operands)) for _ in range(2)]
+    told = "runs locally because the service failed: .*cannot reach"
+    dead = Client(NOWHERE, retry=None)
+    gradient = partial(tested.gradient, operands, wrap, client=dead, policies=policies)
+    with dead, pytest.warns(RemoteWarning, match=told) as said:
+        got = [jax.block_until_ready(gradient())[1] for _ in range(2)]
     assert len([each for each in said if each.category is RemoteWarning]) == 1
     assert policies.summary().failed == 2
-    expected = gradient(client, sent)(*operands)
+    expected = tested.gradient(operands, wrap, client=client, policies=sent)[1]
     assert sent.summary().sent == 1
     for one in got:
         for a, b in zip(one, expected, strict=True):
@@ -190,43 +136,25 @@ def test_failures_are_made_good_under_vmap(rng: Any) -> None:
 
 @pytest.mark.parametrize("name", ["group_norm", "multi_scale_deformable_attention"])
 def test_mixed_types_are_sent_as_float32(client: Client, rng: Any, name: str) -> None:
-    function, operands, wanted = calls(rng, jnp.float32)[name]
-    if name == "multi_scale_deformable_attention":
-        operands[0] = deformable(rng)[0]
-    operands[0] = operands[0].astype(jnp.bfloat16)
-    policies = Policies(on_refused="raise")
-    out, back = jax.vjp(
-        lambda *floats: function(
-            *{**dict(enumerate(operands)), **dict(zip(wanted, floats, strict=True))}.values(),
-            client=client,
-            policies=policies,
-        ),
-        *(operands[number] for number in wanted),
-    )
-    grads = back(jnp.ones_like(out))
-    assert out.dtype == jnp.bfloat16
-    assert [grad.dtype for grad in grads] == [operands[number].dtype for number in wanted]
+    tested, policies = NAMED[name], Policies(on_refused="raise")
+    operands = tested.operands(rng)
+    operands[0] = operands[0].astype(BF16)
+    assert tested.function(*operands, client=client, policies=policies).dtype == BF16
+    _, grads = tested.gradient(operands, eager, client=client, policies=policies)
+    assert [grad.dtype for grad in grads] == [operands[number].dtype for number in tested.wanted]
     assert (policies.summary().as_float32, policies.summary().local) == (1, 0)
 
 
 MISFITS: dict[str, Any] = {
-    "channels of a scale": lambda c, rng, how: group_norm(
-        normal(rng, 2, 4, 5), normal(rng, 3), groups=2, client=c, **how
-    ),
-    "groups": lambda c, rng, how: group_norm(normal(rng, 2, 4, 5), groups=3, client=c, **how),
-    "axes": lambda c, rng, how: layer_norm(normal(rng, 2, 4), axes=3, client=c, **how),
-    "batch": lambda c, rng, how: grid_sample(
-        normal(rng, 1, 2, 4, 4), normal(rng, 2, 3, 3, 2), client=c, **how
-    ),
-    "bicubic": lambda c, rng, how: grid_sample(
-        normal(rng, 1, 2, 4, 4), normal(rng, 1, 3, 3, 2), mode=2, client=c, **how
-    ),
-    "points": lambda c, rng, how: multi_scale_deformable_attention(
-        *(*deformable(rng)[:4], deformable(rng)[4][..., :1]), client=c, **how
-    ),
-    "nothing": lambda c, rng, how: multi_scale_deformable_attention(*[None] * 5, client=c, **how),
-    "keys": lambda c, rng, how: fused_floyd_attention(
-        *(*floyd(rng, jnp.float32)[:4], normal(rng, 2, 1, 1, 4, 2)), client=c, **how
+    "scale": lambda rng, **how: group_norm(normal(rng, 2, 4, 5), normal(rng, 3), groups=2, **how),
+    "groups": lambda rng, **how: group_norm(normal(rng, 2, 4, 5), groups=3, **how),
+    "axes": lambda rng, **how: layer_norm(normal(rng, 2, 4), axes=3, **how),
+    "batch": lambda rng, **how: grid_sample(normal(rng, 1, 2, 4, 4), normal(rng, 2, 3, 3, 2), **how),
+    "bicubic": lambda rng, **how: grid_sample(*sampled(rng), mode=2, **how),
+    "points": lambda rng, **how: DEFORMABLE.function(*deformable(rng)[:4], normal(rng, 2, 6, 2, 2, 1), **how),
+    "nothing": lambda rng, **how: DEFORMABLE.function(*[None] * 5, **how),
+    "keys": lambda rng, **how: FLOYD.function(
+        *odd("fused_floyd_attention", rng)[:4], normal(rng, 2, 1, 1, 4, 2), **how
     ),
 }
 
@@ -234,12 +162,12 @@ MISFITS: dict[str, Any] = {
 @pytest.mark.parametrize("call", MISFITS.values(), ids=MISFITS)
 def test_what_means_nothing_is_refused_whatever_the_policy(rng: Any, call: Any) -> None:
     with Client(NOWHERE, timeout_s=5) as dead, pytest.raises(NpugradError, match="found") as refused:
-        call(dead, rng, {"policies": Policies(on_refused="local")})
+        call(rng, client=dead, policies=Policies(on_refused="local"))
     assert isinstance(refused.value, NullOperand) or getattr(refused.value, "code", None) in (161002, 561002)
 
 
-@FUNCTIONS
+@NAMES
 def test_a_policy_that_needs_the_time_of_a_call_here_is_refused(client: Client, rng: Any, name: str) -> None:
-    function, operands, _ = calls(rng, jnp.float32)[name]
+    policies = Policies(policy="faster")
     with pytest.raises(ValueError, match=r"^policies: policy: found 'faster'; expected 'always' under JAX$"):
-        function(*operands, client=client, policies=Policies(policy="faster"))
+        NAMED[name].function(*NAMED[name].operands(rng), client=client, policies=policies)
