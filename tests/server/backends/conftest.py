@@ -6,18 +6,19 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
 from tests.cann_sim.build import Installation
+from tests.cann_sim.fixtures import may_be_forked, template
 from tests.cann_sim.report import HOST_OBJECTS, Report, write_plan
 from tests.fix_npu import npu_environment
+from tests.worker_forks import ForkedWorker, Template
 
 from npugrad.agreement import agreement
 from npugrad.call import CallOptions
@@ -35,6 +36,7 @@ from npugrad_server.worker.protocol import (
     RunCall,
 )
 
+M = TypeVar("M")
 ARENA_BYTES = 64 << 20
 ANSWER_S = 180.0
 """Seconds to wait for an answer; one stage of the start, importing torch_npu, may take most of them."""
@@ -52,7 +54,7 @@ class NpuWorker:
         folder: Where plan and report are.
     """
 
-    process: subprocess.Popen[bytes]
+    process: ForkedWorker | subprocess.Popen[bytes]
     control: socket.socket
     inputs: InputArena
     outputs: OutputArena
@@ -73,6 +75,12 @@ class NpuWorker:
             if not isinstance(message, DeviceOpening):
                 return message
             self.stages.append(message.stage)
+
+    def get(self, kind: type[M]) -> M:
+        """The next such message, which is of a kind."""
+        found = self.receive()
+        assert isinstance(found, kind), found
+        return found
 
     def plan(self, text: str) -> None:
         """Puts a plan into force in the running process."""
@@ -127,8 +135,7 @@ class NpuWorker:
         """Has a call run, which must succeed within tolerance."""
         order, arrays = self.order(record, call, **changes)
         self.send(order)
-        done = self.receive()
-        assert isinstance(done, CallDone), done
+        done = self.get(CallDone)
         self.compare(order, record, arrays)
         return done
 
@@ -143,23 +150,8 @@ class NpuWorker:
         assert judged.ok, judged
 
 
-class StartNpuWorker(Protocol):
-    """Starts a worker; see `run_npu_worker` for the arguments."""
-
-    def __call__(
-        self,
-        plan: str = "",
-        *,
-        installation: Installation | None = None,
-        ready: bool = True,
-        device: str = "npu:0",
-        product: str = "atlas-a2",
-        streams: int = 1,
-        hang_grace_s: float = 10.0,
-        run_limit_s: float = 600.0,
-        env: Mapping[str, str] | None = None,
-    ) -> NpuWorker:
-        """The worker, its device open unless `ready` is false."""
+StartNpuWorker = Callable[..., NpuWorker]
+"""Takes a plan, the environment's additions, whether to fork it, and the options of `run_npu_worker`."""
 
 
 @contextmanager
@@ -167,6 +159,7 @@ def run_npu_worker(
     environment: Mapping[str, str],
     folder: Path,
     *,
+    forked_from: Template | None = None,
     ready: bool = True,
     device: str = "npu:0",
     product: str = "atlas-a2",
@@ -178,11 +171,16 @@ def run_npu_worker(
     mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     mine.settimeout(ANSWER_S)
     inputs, outputs = InputArena(ARENA_BYTES), OutputArena(ARENA_BYTES)
-    command = [sys.executable, "-m", "npugrad_server.worker", device, str(theirs.fileno())]
+    command = ["npugrad_server.worker", device, str(theirs.fileno())]
     fds = (theirs.fileno(), inputs.worker_fd, outputs.fd)
     variables = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
     with closing(mine), closing(inputs), closing(outputs), (folder / "stderr").open("wb") as stderr:
-        process = subprocess.Popen(command, pass_fds=fds, env=variables, stderr=stderr)
+        process: ForkedWorker | subprocess.Popen[bytes]
+        if forked_from is not None:
+            process = forked_from.fork(command, fds, stderr.fileno(), env=variables)
+        else:
+            program = [sys.executable, "-m", *command]
+            process = subprocess.Popen(program, pass_fds=fds, env=variables, stderr=stderr)
         theirs.close()
         worker = NpuWorker(process, mine, inputs, outputs, folder)
         try:
@@ -194,8 +192,7 @@ def run_npu_worker(
                 )
             )
             if ready:
-                answer = worker.receive()
-                assert isinstance(answer, DeviceReady), answer
+                answer = worker.get(DeviceReady)
                 worker.ready = answer
             yield worker
         finally:
@@ -204,25 +201,20 @@ def run_npu_worker(
 
 
 @pytest.fixture
-def start_npu_worker(
-    install_cann_sim: Callable[..., Installation], torch_npu: Path, tmp_path: Path
-) -> Iterator[StartNpuWorker]:
+def start_npu_worker(cann_sim: Installation, torch_npu: Path, tmp_path: Path) -> Iterator[StartNpuWorker]:
     """Give a function that starts workers on simulated NPUs; afterwards no rule may have been broken."""
     with ExitStack() as stack:
         workers: list[NpuWorker] = []
 
         def start(
-            plan: str = "",
-            *,
-            installation: Installation | None = None,
-            env: Mapping[str, str] | None = None,
-            **options: Any,
+            plan: str = "", *, env: Mapping[str, str] | None = None, forked: bool = True, **options: Any
         ) -> NpuWorker:
             folder = tmp_path / f"worker{len(workers) + 1}"
             folder.mkdir()
-            environment = npu_environment(installation or install_cann_sim(), folder, plan)
-            made = run_npu_worker({**environment, **(env or {})}, folder, **options)
-            workers.append(stack.enter_context(made))
+            if forked and may_be_forked(plan, env or {}):
+                options["forked_from"] = template(cann_sim, True)
+            environment = {**npu_environment(cann_sim, folder, plan), **(env or {})}
+            workers.append(stack.enter_context(run_npu_worker(environment, folder, **options)))
             return workers[-1]
 
         yield start
@@ -235,7 +227,8 @@ def shared_npu_worker(
     cann_sim: Installation, torch_npu: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[NpuWorker]:
     folder = tmp_path_factory.mktemp("npu-worker")
-    with run_npu_worker(npu_environment(cann_sim, folder), folder, streams=2) as worker:
+    environment, parent = npu_environment(cann_sim, folder), template(cann_sim, True)
+    with run_npu_worker(environment, folder, forked_from=parent, streams=2) as worker:
         yield worker
         assert worker.report.violations() == []
 
@@ -246,8 +239,3 @@ def npu_worker(shared_npu_worker: NpuWorker) -> Iterator[NpuWorker]:
     yield shared_npu_worker
     shared_npu_worker.plan("")
     assert shared_npu_worker.live() == {}
-
-
-def monotonic_in(seconds: float) -> float:
-    """A deadline."""
-    return time.monotonic() + seconds

@@ -24,7 +24,7 @@ MIB = 2**20
 
 def scenario(run_on_sim: Run, name: str, *, plan: str = STRICT, **variables: str) -> tuple[Any, Report]:
     """What a scenario says, and the simulator of it."""
-    ended = run_on_sim("-m", "tests.server.backends.npu_scenarios", name, plan=plan, **variables)
+    ended = run_on_sim("tests.server.backends.npu_scenarios", name, plan=plan, with_torch=True, **variables)
     assert (ended.status, ended.report.violations()) == (0, []), ended.errors[-4000:]
     return json.loads(ended.output.splitlines()[-1]), ended.report
 

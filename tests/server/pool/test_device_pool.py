@@ -286,17 +286,27 @@ async def test_a_cancelled_call_leaves_the_queue(pool: DevicePool, seen: Seen) -
     assert sorted(seen.finished) == [("first", "OK"), ("second", "CANCELLED")]
 
 
-@in_pool("test:1?ms=60000", hang_grace_s=60)
-async def test_a_cancelled_running_call_keeps_its_memory_until_the_worker_is_done(pool: DevicePool) -> None:
-    call = asyncio.ensure_future(make_job().run(pool))
+@in_pool("test:1?ms=60000", hang_grace_s=30)
+async def test_a_call_whose_caller_has_gone_keeps_its_memory_until_the_worker_is_done_which_is_early(
+    pool: DevicePool,
+) -> None:
+    start = time.monotonic()
+    gone = asyncio.ensure_future(make_job(label="long").run(pool))
     await asyncio.sleep(0)
-    call.cancel()
+    gone.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await call
+        await gone
     assert pool.stats().running == 1
     assert pool.stats().input_arena_used_bytes > 0
     assert pool.stats().output_arena_used_bytes > 0
     await until(lambda: pool.stats().running == 0)
+    with pytest.raises(DeadlineExceeded):
+        await make_job(timeout_s=0.05).run(pool)
+    await until(lambda: pool.stats().running == 0)
+    assert pool.stats().output_arena_used_bytes == 0
+    assert time.monotonic() - start < 15
+    (status,) = pool.devices()
+    assert (status.state, status.restarts) == (DeviceState.READY, 0)
 
 
 @in_pool("test:1?ms=10000")

@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import time
 
 import pytest
-from tests.server.pool.pools import Seen, in_pool, make_job, pid_of, until
+from tests.server.pool.pools import Seen, in_pool, make_job, until
 
-from npugrad.errors import CallTooLarge, DeadlineExceeded, DeviceOutOfMemory
-from npugrad_server.pool import DevicePool, DeviceState
+from npugrad.errors import CallTooLarge, DeviceOutOfMemory
+from npugrad_server.pool import DevicePool
 from npugrad_server.pool.admission import demand_of
 
 pytestmark = pytest.mark.slow
@@ -81,38 +80,6 @@ async def test_a_workspace_that_fits_no_device_is_an_error_every_time(pool: Devi
     assert seen.postponed == 0
 
 
-@in_pool(f"test:1?memory={MEMORY}&workspace={MOST}&ms=200&compute=1", streams_per_device=2)
-async def test_what_calls_hold_goes_back_when_their_worker_dies(pool: DevicePool, seen: Seen) -> None:
-    calls = [make_job(seed=i, label=str(i)).start(pool) for i in range(4)]
-    await until(lambda: seen.asked["granted"] == 1)
-    assert used(pool)[0] > 100_000
-    os.kill(pid_of(pool), signal.SIGKILL)
-    await until(lambda: pool.devices()[0].restarts == 1)
-    await asyncio.gather(*calls)
-    assert used(pool) == [0]
-    assert pool.devices()[0].state is DeviceState.READY
-    assert max(seen.attempts) == 2
-
-
-@in_pool("test:1?ms=60000", hang_grace_s=30)
-async def test_a_call_whose_caller_has_gone_frees_its_device_early(pool: DevicePool) -> None:
-    start = time.monotonic()
-    gone = asyncio.ensure_future(make_job(label="long").run(pool))
-    await asyncio.sleep(0)
-    assert pool.stats().running == 1
-    gone.cancel()
-    await until(lambda: pool.stats().running == 0)
-    with pytest.raises(asyncio.CancelledError):
-        await gone
-    with pytest.raises(DeadlineExceeded):
-        await make_job(timeout_s=0.05).run(pool)
-    await until(lambda: pool.stats().running == 0)
-    assert pool.stats().output_arena_used_bytes == 0
-    assert time.monotonic() - start < 15
-    (status,) = pool.devices()
-    assert (status.state, status.restarts) == (DeviceState.READY, 0)
-
-
 @in_pool(
     f"test:2?memory={MEMORY}&workspace={BUDGET * 4 // 10}&big=large&ms=20&compute=1",
     streams_per_device=3,
@@ -125,6 +92,8 @@ async def test_kills_and_callers_who_leave_lose_no_byte_of_device_memory(
 ) -> None:
     calls = [make_job(seed=i, label="large" if i % 3 else str(i)).start(pool) for i in range(30)]
     gone = calls[::5]
+    await until(lambda: seen.asked["granted"])
+    assert max(used(pool)) > 100_000
     for turn in range(4):
         await asyncio.wait(calls, timeout=0.1)
         gone[turn].cancel()
@@ -137,5 +106,6 @@ async def test_kills_and_callers_who_leave_lose_no_byte_of_device_memory(
     assert not wrong, wrong
     # A cancelled call stays on its worker until that answers.
     await until(lambda: used(pool) == [0, 0] and not pool.stats().running)
+    assert max(seen.attempts) > 1
     assert seen.asked["postponed"] >= seen.postponed > 0
     assert seen.asked["refused"] == 0

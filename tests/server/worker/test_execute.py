@@ -356,11 +356,16 @@ def test_a_call_that_no_backend_should_have_is_answered_before(bench: Bench, is_
     assert (abandoned.call, abandoned.reason, abandoned.trace) == (1 + is_known, "CANCELLED", "")
     for _ in range(2):
         assert bench.failed(backend, either(is_known, operator="softmax")).reason == "UNKNOWN_OPERATOR"
+    beyond = [WorkerCall(order(output_offsets=dict.fromkeys(order().outputs, SIZE - 8)), nobody_is_asked)]
     if is_known:
-        for changes in ({"input_offset": SIZE}, {"output_offset": SIZE - 64}):
-            failed = bench.failed(backend, again(WorkerPlan(order()), **changes))
-            assert (failed.reason, failed.call) == ("INTERNAL", 2)
-            assert "bytes for float32" in failed.trace
+        changes = {"input_offset": SIZE}, {"output_offset": SIZE - 64}
+        beyond = [again(WorkerPlan(order()), **each) for each in changes]
+    for call in beyond:
+        failed = bench.failed(backend, call)
+        assert (failed.reason, failed.call) == ("INTERNAL", 1 + is_known)
+        assert failed.message == "group_norm_backward: the backend failed with ValueError"
+        assert "bytes for float32" in failed.trace
+    if is_known:
         with pytest.raises(TypeError, match="found a call by number without a plan"):
             WorkerCall(RunAgain(1, 2, 3, 4), nobody_is_asked)
     assert backend.calls == []
