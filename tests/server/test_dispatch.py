@@ -85,7 +85,7 @@ def is_reference(made: Sample, response: Any) -> bool:
     return {name: content.data for name, content in contents.items()} == made.reference()
 
 
-LONG = {"n": 1, "c": 4, "hxw": 300_000, "group": 2}
+LONG: dict[str, Any] = {"n": 1, "c": 4, "hxw": 300_000, "group": 2}
 """Sizes of a call whose operands are written in pieces."""
 
 

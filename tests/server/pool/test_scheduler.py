@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from tests.server.pool.scheduling import SETTINGS, of, open_scheduler, refused, started, starting_scheduler
 
@@ -145,7 +147,8 @@ def test_a_call_that_kills_every_worker_runs_alone_and_fails_after_three_tries_a
 
 # -------------------------------------------------------------------------- large calls and others in a queue
 
-SMALL, BIG = {"label": "s", "output_bytes": 64}, {"label": "big", "output_bytes": 256}
+SMALL: dict[str, Any] = {"label": "s", "output_bytes": 64}
+BIG: dict[str, Any] = {"label": "big", "output_bytes": 256}
 
 
 def test_a_big_call_is_overtaken_only_so_often() -> None:
