@@ -11,6 +11,19 @@ from npugrad.plan_cache import PlanCache
 KEYS = st.integers(0, 30).map(lambda number: b"%d" % number)
 
 
+SIZES = st.integers(1, 110) | st.sampled_from((25, 50, 99, 100, 101))
+"""Some of them fill a share, or the whole, to the byte."""
+
+
+def test_a_cache_may_be_full_to_the_byte() -> None:
+    cache: PlanCache[int] = PlanCache(400)
+    for number in range(4):
+        cache.put(b"%d" % number, number, f"label {number}", 100)
+    assert cache.get(b"0") == 0
+    cache.put(b"4", 4, "label 4", 100)
+    assert [number for number in range(5) if cache.get(b"%d" % number) is not None] == [0, 2, 3, 4]
+
+
 class Model(RuleBasedStateMachine):
     """Against a list, the plan used last at its end."""
 
@@ -19,7 +32,7 @@ class Model(RuleBasedStateMachine):
         self.cache: PlanCache[int] = PlanCache(400)
         self.rows: list[tuple[bytes, int, str, int]] = []
 
-    @rule(key=KEYS, plan=st.integers(0, 9), label=st.sampled_from("abcde"), nbytes=st.integers(1, 110))
+    @rule(key=KEYS, plan=st.integers(0, 9), label=st.sampled_from("abcde"), nbytes=SIZES)
     def put(self, key: bytes, plan: int, label: str, nbytes: int) -> None:
         self.cache.put(key, plan, label, nbytes)
         self.rows = [row for row in self.rows if row[0] != key] + [(key, plan, label, nbytes)]
