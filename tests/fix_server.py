@@ -161,6 +161,15 @@ class ServerProcess:
         """Status and text of one of them, such as ``"/readyz"``."""
         return fetch_page(self.metrics_address, path)[:2]
 
+    def metric(self, name: str, *labels: str) -> float:
+        """The sum of the samples of this name with these labels, such as ``'status="OK"'``."""
+        lines = (line.rpartition(" ") for line in self.page("/metrics")[1].splitlines())
+        return sum(
+            float(value)
+            for sample, _, value in lines
+            if sample.partition("{")[0] == name and all(label in sample for label in labels)
+        )
+
     def assert_nothing_leaked(self) -> None:
         """No arena byte is in use and no call waits, or soon: one that was just cancelled takes a moment.
 

@@ -17,6 +17,8 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.serialization import Encoding, load_pem_private_key
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
+from npugrad_client import Tls
+
 CLIENT_ONLY = (ExtendedKeyUsageOID.CLIENT_AUTH,)
 SERVER_ONLY = (ExtendedKeyUsageOID.SERVER_AUTH,)
 
@@ -128,6 +130,11 @@ class Certificates:
         key, plain = self.caller()
         made = [x509.UniformResourceIdentifier(n) if ":" in n else x509.DNSName(n) for n in names]
         return key, signed_again(plain, self._callers, names=made)
+
+    def tls(self, *names: str) -> Tls:
+        """What a client of ours needs as a caller with these names."""
+        key, certificate = self.named_caller(*names)
+        return Tls(ca=self.authority, key=key, certificate=certificate)
 
     def credentials(self, pair: tuple[bytes, bytes] | None = None) -> grpc.ChannelCredentials:
         """Credentials of a channel; with a caller's key and certificate for mutual TLS."""

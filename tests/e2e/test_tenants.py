@@ -9,7 +9,7 @@ from tests.e2e.harness import eventually
 from tests.fix_server import StartServer, run_command, server_flags
 from tests.fix_tls import Certificates
 
-from npugrad_client import Client, TenantRefused, Tls
+from npugrad_client import Client, TenantRefused
 
 FILE = """
 gateways = ["edge.example.org"]
@@ -60,14 +60,7 @@ def test_a_caller_is_who_its_certificate_says_and_the_file_is_read_again(
         credentials=certificates.credentials(certificates.named_caller("vision.example.org")),
     )
     assert server.find_log("call", tenant="vision")["status"] == "OK"
-    key, certificate = certificates.named_caller("audio.example.org")
-    (tmp_path / "key.pem").write_bytes(key)
-    (tmp_path / "certificate.pem").write_bytes(certificate)
-    tls = Tls(
-        ca=certificates.authority,
-        certificate=str(tmp_path / "certificate.pem"),
-        key=str(tmp_path / "key.pem"),
-    )
+    tls = certificates.tls("audio.example.org")
     with Client(server.address, tls=tls, timeout_s=30, retry=None) as client:
         told = r"found certificate:audio\.example\.org, which is not listed"
         with pytest.raises(TenantRefused, match=told):

@@ -6,18 +6,20 @@ import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import grpc
 from tests.calls import UPLOAD_HXW, Sample, gated, sample
 from tests.client.both import Make
 from tests.e2e.harness import eventually
-from tests.fix_server import ServerProcess
+from tests.fix_server import ServerProcess, run_server
+from tests.fix_tls import Certificates
 
 from npugrad.v1 import backward_pb2_grpc
-from npugrad_client import Client
+from npugrad_client import Client, Tls
 
 CALLERS, TIMEOUT_S, PACE_S, WRONG = 4, 60.0, 0.01, "a wrong result"
 Call = Callable[[], object]
@@ -165,6 +167,21 @@ class Load:
         for thread in self._threads:
             thread.join(2 * TIMEOUT_S)
         assert not any(thread.is_alive() for thread in self._threads), "a call got no answer"
+
+
+@contextmanager
+def server_of_tenants(
+    folder: Path, weights: Mapping[str, float], *flags: str, devices: str
+) -> Iterator[tuple[ServerProcess, list[Tls]]]:
+    """A server with tenants of these names and weights, and what a client of each needs."""
+    certificates, file = Certificates(folder), folder / "tenants.toml"
+    line = '[[tenant]]\nname = "{0}"\nidentities = ["{0}.example.org"]\nweight = {1}\n'
+    file.write_text("".join(line.format(*each) for each in weights.items()))
+    names = [f"{name}.example.org" for name in weights]
+    flags = (*certificates.mutual_flags, "--tenants", str(file), *flags)
+    seen = certificates.credentials(certificates.named_caller(names[-1]))
+    with run_server(folder / "server.log", *flags, devices=devices, credentials=seen) as server:
+        yield server, [certificates.tls(name) for name in names]
 
 
 class HeldCall:

@@ -58,7 +58,7 @@ class Row:
     calls: int
     refused: int
     grown_bytes: int
-    shown_bytes: int
+    shown_bytes: float
     gone_s: float | None
     left_bytes: int
     neighbour: Load
@@ -113,7 +113,7 @@ class Watch:
 
     def __init__(self, running: ServerProcess) -> None:
         self._running, self._stop = running, threading.Event()
-        self.grown_bytes = self.shown_bytes = 0
+        self.grown_bytes, self.shown_bytes = 0, 0.0
         self._before_bytes = self._memory_bytes()
         self._thread = threading.Thread(target=self._look, daemon=True)
 
@@ -141,24 +141,16 @@ class Watch:
     def gone_s(self, since_s: float) -> float | None:
         """Seconds until nothing is left; None if that takes longer than `GONE_S` and some."""
         while time.monotonic() - since_s < GONE_S + 10:
-            results = figure(self._running, "npugrad_output_arena_used_bytes ")
+            results = self._running.metric("npugrad_output_arena_used_bytes")
             if results < MIB and held_bytes(self._running) < NEIGHBOURS_BYTES:
                 return time.monotonic() - since_s
             time.sleep(_LOOK_S)
         return None
 
 
-def held_bytes(running: ServerProcess) -> int:
+def held_bytes(running: ServerProcess) -> float:
     """What the metrics of the front process say that it holds."""
-    return figure(running, "npugrad_front_memory_used_bytes{")
-
-
-def figure(running: ServerProcess, start: str, text: str = "") -> int:
-    """The sum of the metrics whose lines start so and have that text."""
-    lines = running.page("/metrics")[1].splitlines()
-    return sum(
-        int(float(line.rpartition(" ")[2])) for line in lines if line.startswith(start) and text in line
-    )
+    return running.metric("npugrad_front_memory_used_bytes")
 
 
 # ------------------------------------------------------------------------------------------------ the rows
@@ -231,7 +223,7 @@ def measured(name: str, running: ServerProcess, calls: int, attack: Callable[[],
 
 def refused_of(running: ServerProcess) -> int:
     """Calls that were answered with RESOURCE_EXHAUSTED."""
-    return figure(running, "npugrad_calls_total{", "RESOURCE_EXHAUSTED")
+    return int(running.metric("npugrad_calls_total", 'status="RESOURCE_EXHAUSTED"'))
 
 
 FLAGS = ("--metrics-listen", "127.0.0.1:0")

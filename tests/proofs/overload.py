@@ -19,11 +19,9 @@ from pathlib import Path
 from statistics import quantiles
 from typing import Any
 
-from prometheus_client.parser import text_string_to_metric_families
 from tests.calls import failure_of, sample
 from tests.fix_server import ServerProcess, run_server
-from tests.fix_tls import Certificates
-from tests.proofs.callers import TIMEOUT_S, arguments
+from tests.proofs.callers import TIMEOUT_S, arguments, server_of_tenants
 from tests.proofs.proof import run, told, verdict
 
 from npugrad.v1 import backward_pb2_grpc
@@ -179,17 +177,13 @@ async def _capacity(caller: Caller, count: int) -> float:
 
 
 def _launches(server: ServerProcess) -> int:
-    families = text_string_to_metric_families(server.page("/metrics")[1])
-    found = [s for family in families for s in family.samples if s.name == "npugrad_attempts_total"]
-    return int(sum(sample.value for sample in found))
+    return int(server.metric("npugrad_attempts_total"))
 
 
-async def _overload(server: ServerProcess, certificates: Certificates, seconds: float) -> Overload:
+async def _overload(server: ServerProcess, known: Sequence[Tls], seconds: float) -> Overload:
     async with AsyncExitStack() as stack:
         callers = []
-        for name in WEIGHTS:
-            key, certificate = certificates.named_caller(f"{name}.example.org")
-            tls = Tls(ca=certificates.authority, certificate=certificate, key=key)
+        for name, tls in zip(WEIGHTS, known, strict=True):
             client = AsyncClient(server.address, tls=tls, timeout_s=TIMEOUT_S, retry=None)
             callers.append(Caller(name, await stack.enter_async_context(client)))
         probing = int(max(seconds / 8, _PROBE_S) * DEVICES / SERVICE_MS * 1000)
@@ -219,22 +213,9 @@ async def _overload(server: ServerProcess, certificates: Certificates, seconds: 
 
 def prove_overload(folder: Path, seconds: float) -> Overload:
     """Sends too much for so many seconds, and for a while before to have the queues full."""
-    certificates, tenants = Certificates(folder), folder / "tenants.toml"
-    tenants.write_text(
-        "".join(
-            f'[[tenant]]\nname = "{name}"\nidentities = ["{name}.example.org"]\nweight = {weight}\n'
-            for name, weight in WEIGHTS.items()
-        )
-    )
-    flags = (*certificates.mutual_flags, "--tenants", str(tenants), "--metrics-listen", "127.0.0.1:0")
-    server = run_server(
-        folder / "overload.log",
-        *flags,
-        devices=f"test:{DEVICES}?ms={SERVICE_MS}",
-        credentials=certificates.credentials(certificates.named_caller("light.example.org")),
-    )
-    with server as running:
-        return asyncio.run(_overload(running, certificates, seconds))
+    flags, devices = ("--metrics-listen", "127.0.0.1:0"), f"test:{DEVICES}?ms={SERVICE_MS}"
+    with server_of_tenants(folder, WEIGHTS, *flags, devices=devices) as (server, known):
+        return asyncio.run(_overload(server, known, seconds))
 
 
 def prove_refusals(folder: Path, count: int) -> Refusals:

@@ -207,9 +207,7 @@ def prove(server: ServerProcess, byte_each_s: float, seconds: tuple[float, float
 
 def streams_in_progress(server: ServerProcess) -> int:
     """Streamed calls in progress."""
-    _, page = server.page("/metrics")
-    lines = (line.rpartition(" ") for line in page.splitlines())
-    return int(sum(float(n) for name, _, n in lines if name == 'npugrad_active_calls{method="Execute"}'))
+    return int(server.metric("npugrad_active_calls", 'method="Execute"'))
 
 
 @contextmanager

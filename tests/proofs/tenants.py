@@ -18,9 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.fix_server import run_server
-from tests.fix_tls import Certificates
-from tests.proofs.callers import CALLERS, TIMEOUT_S, Load, arguments
+from tests.proofs.callers import CALLERS, TIMEOUT_S, Load, arguments, server_of_tenants
 from tests.proofs.proof import run, verdict
 
 from npugrad_client import Client, Tls
@@ -37,15 +35,6 @@ SHARE, LEAST_PART = 0.5, 0.9
 """The other caller's share by weight, and what of it there must be: the rest is chance at the ends."""
 _REFUSED_PAUSE_S = 0.4
 """Between a refusal and the next call of a thread: this is about shares, not about a flood."""
-_DEVICES, _MAX_QUEUE_DEPTH = "test:1?ms=40", 32
-_TENANTS = """
-[[tenant]]
-name = "hog"
-identities = ["hog.example.org"]
-[[tenant]]
-name = "neighbour"
-identities = ["neighbour.example.org"]
-"""
 
 
 def callers(stack: ExitStack, address: str, tls: Tls, *, way: str = "") -> Load:
@@ -107,26 +96,10 @@ def prove(address: str, hog_tls: Tls, other_tls: Tls, way: str, seconds: float) 
     return Sharing(way, hog, other)
 
 
-def _tls_of(name: str, certificates: Certificates, folder: Path) -> Tls:
-    key, certificate = certificates.named_caller(name)
-    paths = folder / f"{name}.key", folder / f"{name}.pem"
-    for path, content in zip(paths, (key, certificate), strict=True):
-        path.write_bytes(content)
-    return Tls(ca=certificates.authority, key=str(paths[0]), certificate=str(paths[1]))
-
-
 def proofs(folder: Path, ways: Sequence[str], seconds: float) -> Iterator[Sharing]:
     """Each way, one after the other, on one server."""
-    certificates = Certificates(folder)
-    hog, other = (_tls_of(f"{name}.example.org", certificates, folder) for name in ("hog", "neighbour"))
-    (folder / "tenants.toml").write_text(_TENANTS)
-    flags = (
-        *certificates.mutual_flags,
-        *("--tenants", str(folder / "tenants.toml"), "--log-level", "error"),
-        *("--max-queue-depth", str(_MAX_QUEUE_DEPTH)),
-    )
-    seen = certificates.credentials(certificates.named_caller("neighbour.example.org"))
-    with run_server(folder / "server.log", *flags, devices=_DEVICES, credentials=seen) as server:
+    flags, weights = ("--log-level", "error", "--max-queue-depth", "32"), {"hog": 1, "neighbour": 1}
+    with server_of_tenants(folder, weights, *flags, devices="test:1?ms=40") as (server, (hog, other)):
         for way in ways:
             yield prove(server.address, hog, other, way, seconds)
 
