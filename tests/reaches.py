@@ -33,6 +33,18 @@ def every_sample(*, with_large: bool = True) -> Iterator[Any]:
                 yield pytest.param(record, sample.call, marks=marks, id=f"{record.name}-{sample.name}")
 
 
+def unlike_samples(record: OpRecord) -> Iterator[CallMeta]:
+    """Of samples that differ in types, sizes and masks alone there is one: the first two reach nothing."""
+    alike = set()
+    for sample in record.samples(Product.ATLAS_A2):
+        call = sample.call
+        there = [meta and bool(meta.size) for meta in call.inputs.values()]
+        attrs = {n: v is None if n == MASK else v for n, v in call.attrs.items() if n != "scale_value"}
+        if str((there, attrs)) not in alike:
+            alike.add(str((there, attrs)))
+            yield call
+
+
 def masked(record: OpRecord, call: CallMeta) -> Iterator[CallMeta]:
     """A call under every mask of its outputs; as it is where it has none, or a null one."""
     count = sum(param.masked_by is not None for param in record.outputs)

@@ -21,7 +21,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -31,7 +31,11 @@ from unittest import mock
 from npugrad_server.pool.process import WorkerProcess
 from npugrad_server.pool.reaper import start_child
 
-_IMPORTED = ("worker.loop", "worker.memory", "worker.verifier", "backends.cpu", "backends.test")
+_WORKER = "npugrad_server.worker"
+_IMPORTED = (
+    *("npugrad_server.worker.loop", "npugrad_server.worker.memory", "npugrad_server.worker.verifier"),
+    *("npugrad_server.backends.cpu", "npugrad_server.backends.test"),
+)
 _MAX_REQUEST_BYTES = 128 * 1024
 _ADOPT_ORPHANS = 36
 """`PR_SET_CHILD_SUBREAPER`: whether orphaned descendants become children of this process."""
@@ -75,19 +79,25 @@ class ForkedWorker:
         self.send_signal(signal.SIGKILL)
 
 
-class _Template:
+class Template:
     """The process that is forked; ends with this one."""
 
-    def __init__(self) -> None:
+    def __init__(self, imported: Sequence[str] = _IMPORTED, env: Mapping[str, str] | None = None) -> None:
+        """Starts it.
+
+        Args:
+            imported: Modules that it imports.
+            env: Environment while it imports; None for that of this process.
+        """
         self._lock = threading.Lock()
         self._prctl = ctypes.CDLL(None, use_errno=True).prctl
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", __name__, str(theirs.fileno())],
+                [sys.executable, "-m", __name__, str(theirs.fileno()), *imported],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                env={**(os.environ if env is None else env), "OMP_NUM_THREADS": "1"},
             )
         atexit.register(self._close)
 
@@ -95,24 +105,42 @@ class _Template:
         self._control.close()
         self._process.wait()
 
-    def fork(self, module: str, device: str, descriptors: Sequence[int], print_fd: int) -> ForkedWorker:
-        request = json.dumps([module, device, list(descriptors), dict(os.environ)]).encode()
+    def fork(
+        self,
+        command: Sequence[str],
+        descriptors: Sequence[int] = (),
+        output_fd: int = 2,
+        errors_fd: int | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> ForkedWorker:
+        """Runs a module.
+
+        Args:
+            command: Its name, and its arguments.
+            descriptors: What it has by the same numbers as this process.
+            output_fd: Descriptor of its standard output.
+            errors_fd: Descriptor of its standard error; None for the same.
+            env: Its environment; None for that of this process.
+        """
+        environment = dict(os.environ if env is None else env)
+        request = json.dumps([list(command), list(descriptors), environment]).encode()
+        printed = [output_fd, output_fd if errors_fd is None else errors_fd]
         report, to_report = os.pipe()
         with self._lock, open(report, "rb") as told:
             self._prctl(_ADOPT_ORPHANS, 1, 0, 0, 0)
             try:
-                socket.send_fds(self._control, [request], [to_report, print_fd, *descriptors])
+                socket.send_fds(self._control, [request], [to_report, *printed, *descriptors])
                 os.close(to_report)
                 return ForkedWorker(int(told.read()))
             finally:
                 self._prctl(_ADOPT_ORPHANS, 0, 0, 0, 0)
 
 
-template = cache(_Template)
+template = cache(Template)
 
 
 def fork_worker(
-    device: str, descriptors: Sequence[int], print_fd: int = 2, module: str = "npugrad_server.worker"
+    device: str, descriptors: Sequence[int], print_fd: int = 2, module: str = _WORKER
 ) -> ForkedWorker:
     """Forks a worker.
 
@@ -122,7 +150,7 @@ def fork_worker(
         print_fd: Descriptor that it prints to.
         module: Module that it runs.
     """
-    return template().fork(module, device, descriptors, print_fd)
+    return template().fork([module, device, str(descriptors[0])], descriptors, print_fd)
 
 
 def _spawn(self: Any, module: str, theirs: socket.socket, threads: int, print_fd: int) -> Any:
@@ -139,8 +167,8 @@ def forked_workers() -> Iterator[None]:
         yield
 
 
-def _serve(control: socket.socket) -> str:
-    """Forks at each request; returns in what was forked, with the module that it is to run."""
+def _serve(control: socket.socket) -> None:
+    """Forks at each request; returns in what was forked."""
     while True:
         data, received, _, _ = socket.recv_fds(control, _MAX_REQUEST_BYTES, 16)
         if not data:
@@ -153,19 +181,21 @@ def _serve(control: socket.socket) -> str:
                 os._exit(0)
             control.close()
             os.close(report)
-            return _become(json.loads(data), others)
+            _become(json.loads(data), others)
+            return
         os.waitpid(middle, 0)
         for descriptor in received:
             os.close(descriptor)
 
 
-def _become(request: list[Any], received: list[int]) -> str:
-    module, device, numbers, environment = request
+def _become(request: list[Any], received: list[int]) -> None:
+    command, numbers, environment = request
     os.setsid()
     os.dup2(received[0], 1)
-    os.dup2(received[0], 2)
+    os.dup2(received[1], 2)
     # Out of the way of each other first.
-    kept = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, max(numbers) + 1) for descriptor in received[1:]]
+    beyond = max(numbers, default=2) + 1
+    kept = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, beyond) for descriptor in received[2:]]
     for descriptor in received:
         os.close(descriptor)
     for descriptor, number in zip(kept, numbers, strict=True):
@@ -173,22 +203,21 @@ def _become(request: list[Any], received: list[int]) -> str:
         os.close(descriptor)
     os.environ.clear()
     os.environ.update(environment)
-    sys.argv[:] = [module, device, str(numbers[0])]
-    Path("/proc/self/comm").write_text(device[:15])
-    return str(module)
+    sys.argv[:] = command
+    Path("/proc/self/comm").write_text(" ".join(command[1:2])[:15])
 
 
-def main(descriptor: int) -> None:
+def main(descriptor: int, imported: Sequence[str]) -> None:
     """Runs the template, and then whatever it has become."""
     with socket.socket(fileno=descriptor) as control:
-        for name in _IMPORTED:
-            importlib.import_module(f"npugrad_server.{name}")
+        for name in imported:
+            importlib.import_module(name)
         gc.freeze()
         # Ctrl-C at a terminal is for the tests.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        module = _serve(control)
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+        _serve(control)
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), sys.argv[2:])

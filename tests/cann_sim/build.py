@@ -105,6 +105,21 @@ def build(
     return Installation(out, compiler.warnings)
 
 
+def installed(folder: Path, layout: Layout = "split", cann: str = DEFAULT_CANN) -> Installation:
+    """One that is built unless these sources were before, below a folder that processes and runs share."""
+    key = hashlib.sha256(Path(__file__).read_bytes() + str(find_torch_npu()).encode())
+    for path in sorted(SOURCES.glob("*/*")):
+        key.update(path.read_bytes())
+    home = folder / f"{layout}-{cann}-{key.hexdigest()[:16]}"
+    told = home / "warnings"
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".installing").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not told.exists():
+            told.write_text(build(home, layout=layout, cann=cann, objects=folder).warnings)
+    return Installation(home, told.read_text())
+
+
 def find_torch_npu() -> Path | None:
     """Folder of the installed torch_npu; found without importing it, which needs the libraries built here."""
     spec = importlib.util.find_spec("torch_npu")

@@ -8,12 +8,15 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import pytest
-from tests.cann_sim.build import DEFAULT_CANN, Installation, Layout, build, find_torch_npu
+from tests.cann_sim.build import Installation, find_torch_npu, installed
 from tests.cann_sim.report import HOST_OBJECTS, Report
 from tests.cann_sim.runtime import Runtime
+from tests.worker_forks import Template
 
 REPOSITORY = Path(__file__).parents[2]
 TIMEOUT_S = 300
@@ -29,20 +32,11 @@ LIVE = (
 
 
 @pytest.fixture(scope="session")
-def install_cann_sim(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Installation]:
-    """Give a function that builds an installation of a layout and version, each once."""
+def install_cann_sim() -> Callable[..., Installation]:
+    """Give a function that builds an installation of a layout and version, each once for these sources."""
     if not shutil.which("g++"):
         pytest.skip("the simulator needs g++")
-    made: dict[tuple[str, str], Installation] = {}
-    objects = REPOSITORY / "build" / "cann_sim"  # kept between runs; names tell what they were made of
-
-    def install(layout: Layout = "split", cann: str = DEFAULT_CANN) -> Installation:
-        if (layout, cann) not in made:
-            home = tmp_path_factory.mktemp(f"cann-{layout}-{cann}")
-            made[layout, cann] = build(home, layout=layout, cann=cann, objects=objects)
-        return made[layout, cann]
-
-    return install
+    return cache(partial(installed, REPOSITORY / "build" / "cann_sim"))
 
 
 @pytest.fixture(scope="session")
@@ -77,15 +71,38 @@ class Ended:
     report: Report
 
 
+_IMPORTED = ("tests.cann_sim.operators", "tests.cann_sim.rig")
+_WITH_TORCH = ("torch", "torch_npu", "npugrad_server.backends.npu", "npugrad_server.worker.loop")
+_READ_LATE = ("CANN_SIM_", "NPUGRAD_", "ACL_OP_INIT_MODE")
+"""How variables begin that a fork of what has imported torch_npu still reads."""
+_QUEUE = ("TASK_QUEUE_ENABLE", "0")
+
+
+@cache
+def template(installation: Installation, with_torch: bool) -> Template:
+    """A process to fork, which has imported what others need on a simulator, torch_npu among it or not."""
+    environment = {**inherited(), **installation.environment({}), **dict([_QUEUE])}
+    return Template([*_IMPORTED, *(_WITH_TORCH if with_torch else ())], environment)
+
+
+def may_be_forked(plan: str, variables: Mapping[str, str]) -> bool:
+    """Whether a process of this plan and environment may have imported torch_npu before it had them."""
+    return "cann=" not in plan and all(
+        name.startswith(_READ_LATE) or (name, value) == _QUEUE for name, value in variables.items()
+    )
+
+
 @pytest.fixture
 def run_on_sim(cann_sim: Installation, tmp_path: Path) -> Callable[..., Ended]:
-    """Give a function that runs a Python module's command on the simulator and waits for its end."""
+    """Give a function that runs a Python module, or code behind `-c`, on the simulator to its end."""
 
     def run(
-        *command: str,
+        module: str,
+        *arguments: str,
         plan: str = "",
         installation: Installation = cann_sim,
         timeout_s: float = TIMEOUT_S,
+        with_torch: bool = False,
         **variables: str,
     ) -> Ended:
         folder = tmp_path / "report"
@@ -97,16 +114,22 @@ def run_on_sim(cann_sim: Installation, tmp_path: Path) -> Callable[..., Ended]:
             "CANN_SIM_REPORT_DIR": str(folder),
             **variables,
         }
-        done = subprocess.run(
-            [sys.executable, *command],
-            cwd=REPOSITORY,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            check=False,
-        )
-        return Ended(done.returncode, done.stdout, done.stderr, Report(folder))
+        output, errors = tmp_path / "output", tmp_path / "errors"
+        with output.open("wb") as out, errors.open("wb") as err:
+            if installation == cann_sim and (not with_torch or may_be_forked(plan, variables)):
+                descriptors = out.fileno(), err.fileno()
+                process: Any = template(cann_sim, with_torch).fork(
+                    [module, *arguments], (), *descriptors, environment
+                )
+            else:
+                command = [sys.executable, *([] if module == "-c" else ["-m"]), module, *arguments]
+                process = subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=out, stderr=err)
+            try:
+                status = process.wait(timeout_s)
+            finally:
+                process.kill()
+                process.wait()
+        return Ended(status, output.read_text(), errors.read_text(), Report(folder))
 
     return run
 

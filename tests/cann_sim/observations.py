@@ -101,7 +101,7 @@ REPEATED = {
     if sum(meta.nbytes for meta in record.build().inputs.values() if meta is not None) < SMALL_BYTES
 }
 """Calls with something to sum, by operator; Floyd attention, which is large, is looked at by itself."""
-REPEATS = 20
+REPEATS = 8
 
 
 def _differing(runtime: Runtime, name: str, repeats: int, **sizes: Any) -> int:

@@ -133,7 +133,7 @@ def violation(ended: Ended) -> tuple[str, str]:
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_ends_the_process(run_on_sim: Run, mistake: str) -> None:
     plan, rule, sentence = MISTAKES[mistake]
-    found = violation(run_on_sim("-m", "tests.cann_sim", mistake, plan=plan))
+    found = violation(run_on_sim("tests.cann_sim", mistake, plan=plan))
     assert found[0] == rule, found
     assert re.search(sentence, found[1]), found
 
@@ -161,12 +161,12 @@ def test_every_mistake_is_made() -> None:
     "plan", ["", "threads=strict; pageable=abort", "ndev=2; kernel_ms=20; copy_ms=5; call_us=50"]
 )
 def test_what_is_right_passes(run_on_sim: Run, plan: str) -> None:
-    ended = run_on_sim("-m", "tests.cann_sim", "nothing_wrong", plan=plan)
+    ended = run_on_sim("tests.cann_sim", "nothing_wrong", plan=plan)
     assert (ended.status, ended.report.violations()) == (0, []), ended
 
 
 def test_freed_memory_is_found_when_the_task_runs(run_on_sim: Run) -> None:
-    ended = run_on_sim("-m", "tests.cann_sim", "free_under_a_queued_copy", plan=LATE)
+    ended = run_on_sim("tests.cann_sim", "free_under_a_queued_copy", plan=LATE)
     rule, sentence = violation(ended)
     assert rule == "use-after-free"
     assert re.search("the destination was freed before the task ran", sentence)
@@ -174,7 +174,7 @@ def test_freed_memory_is_found_when_the_task_runs(run_on_sim: Run) -> None:
 
 def test_pinned_memory_may_be_left_unguarded(run_on_sim: Run) -> None:
     mistake = "host_reads_a_result_before_it_was_told"
-    ended = run_on_sim("-m", "tests.cann_sim", mistake, plan="pinned=real")
+    ended = run_on_sim("tests.cann_sim", mistake, plan="pinned=real")
     assert (ended.status, ended.report.violations()) == (0, []), ended
 
 
@@ -196,6 +196,6 @@ def test_pinned_memory_may_be_left_unguarded(run_on_sim: Run) -> None:
     ],
 )
 def test_a_plan_with_a_mistake_is_refused(run_on_sim: Run, plan: str, why: str) -> None:
-    rule, sentence = violation(run_on_sim("-m", "tests.cann_sim", "nothing_wrong", plan=plan))
+    rule, sentence = violation(run_on_sim("tests.cann_sim", "nothing_wrong", plan=plan))
     assert rule == "plan"
     assert why in sentence

@@ -12,13 +12,13 @@ import pytest
 from tests.cann_sim.operators import Arguments, compute, make_arrays
 from tests.cann_sim.report import HOST_OBJECTS
 from tests.cann_sim.runtime import Runtime
+from tests.derived import told
 from tests.server.acl.conftest import Rig
 from tests.synthetic.record import SYNTHETIC, seen
 
 from npugrad.attributes import KINDS
 from npugrad.layout import view
 from npugrad.meta import CallMeta
-from npugrad.operator import Constraint
 from npugrad.products import Product
 from npugrad.validation import validate_call
 from npugrad_server.acl.runtime import AclError
@@ -26,9 +26,8 @@ from npugrad_server.acl.symbols import TENSORS, operator_symbols
 
 pytestmark = pytest.mark.npu_sim
 
-SAMPLES = [pytest.param(s.call, id=s.name) for s in SYNTHETIC.samples(Product.ATLAS_A2)]
-CONSTRAINTS = [pytest.param(c, id=c.id) for c in SYNTHETIC.constraints]
 CALL = SYNTHETIC.build()
+ARRAYS = ("IntArray", "FloatArray", "BoolArray", "Scalar")
 
 
 def run(rig: Rig, call: CallMeta) -> dict[str, Any]:
@@ -45,35 +44,38 @@ def run(rig: Rig, call: CallMeta) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("call", SAMPLES)
-def test_the_operator_sees_every_byte_of_every_attribute(rig: Rig, call: CallMeta) -> None:
-    found = run(rig, call)
-    if "seen" in found:
-        assert found["seen"].astype(np.uint8).tobytes() == seen(call.attrs)
-    if "scaled" in found:
-        inputs = SYNTHETIC.make_inputs(call, np.random.default_rng(1))
-        expected = np.zeros(found["scaled"].shape)
-        SYNTHETIC.reference(inputs, call.attrs, {"scaled": expected})
-        np.testing.assert_allclose(found["scaled"], expected, rtol=2e-3)
-
-
-@pytest.mark.parametrize("call", SAMPLES)
-def test_the_simulator_agrees_when_called_directly(runtime: Runtime, call: CallMeta) -> None:
-    found = compute(runtime, SYNTHETIC, call, make_arrays(SYNTHETIC, call))
-    if "seen" in found:
-        assert found["seen"].astype(np.uint8).tobytes() == seen(call.attrs)
-
-
-@pytest.mark.parametrize("constraint", CONSTRAINTS)
-def test_the_simulator_refuses_what_the_record_refuses(runtime: Runtime, constraint: Constraint) -> None:
-    block, found = runtime.malloc(4096), set()
+def test_the_operator_sees_every_byte_of_every_attribute(rig: Rig) -> None:
     for sample in SYNTHETIC.samples(Product.ATLAS_A2):
-        broken = constraint.violate(sample.call)
-        if broken is not None:
-            assert validate_call(SYNTHETIC, broken).status == constraint.code
-            found.add(Arguments(runtime, SYNTHETIC, broken, block, sample.call).status())
+        call = sample.call
+        found = run(rig, call)
+        with told(sample.name):
+            if "seen" in found:
+                assert found["seen"].astype(np.uint8).tobytes() == seen(call.attrs)
+            if "scaled" in found:
+                inputs = SYNTHETIC.make_inputs(call, np.random.default_rng(1))
+                expected = np.zeros(found["scaled"].shape)
+                SYNTHETIC.reference(inputs, call.attrs, {"scaled": expected})
+                np.testing.assert_allclose(found["scaled"], expected, rtol=2e-3)
+
+
+def test_the_simulator_agrees_when_called_directly(runtime: Runtime) -> None:
+    for sample in SYNTHETIC.samples(Product.ATLAS_A2):
+        found = compute(runtime, SYNTHETIC, sample.call, make_arrays(SYNTHETIC, sample.call))
+        if "seen" in found:
+            assert found["seen"].astype(np.uint8).tobytes() == seen(sample.call.attrs), sample.name
+
+
+def test_the_simulator_refuses_what_the_record_refuses(runtime: Runtime) -> None:
+    block = runtime.malloc(4096)
+    for constraint in SYNTHETIC.constraints:
+        found = set()
+        for sample in SYNTHETIC.samples(Product.ATLAS_A2):
+            broken = constraint.violate(sample.call)
+            if broken is not None:
+                assert validate_call(SYNTHETIC, broken).status == constraint.code
+                found.add(Arguments(runtime, SYNTHETIC, broken, block, sample.call).status())
+        assert found == {constraint.vendor_code}, constraint.id
     runtime.call("aclrtFree", block)
-    assert found == {constraint.vendor_code}
 
 
 FAULTS = [
@@ -102,14 +104,12 @@ def test_nothing_is_left_whatever_fails(rig: Rig, plan: str, subject: str) -> No
     run(rig, CALL)
 
 
-@pytest.mark.parametrize("name", ["IntArray", "FloatArray", "BoolArray", "Scalar"])
-def test_each_is_made_as_often_as_it_is_destroyed(rig: Rig, name: str) -> None:
-    counters = [f"calls.acl{act}{name}" for act in ("Create", "Destroy")]
-    before = [rig.sim.counter(counter) for counter in counters]
+def test_each_is_made_as_often_as_it_is_destroyed(rig: Rig) -> None:
+    names = [f"calls.acl{act}{name}" for name in ARRAYS for act in ("Create", "Destroy")]
+    before = [rig.sim.counter(name) for name in names]
     with rig.launcher.plan(SYNTHETIC, CALL.attrs, rig.tensors(SYNTHETIC, CALL)):
         assert rig.host_objects()[1] == 8
-    made = [rig.sim.counter(counter) - was for counter, was in zip(counters, before, strict=True)]
-    assert made == [2, 2]
+    assert [rig.sim.counter(name) - was for name, was in zip(names, before, strict=True)] == [2] * len(names)
 
 
 def test_the_counters_of_the_host_are_those_of_the_handles() -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from tests.derived import told
 from tests.operators import GRID_SAMPLER, GROUP_NORM, MSDA
 
 from npugrad.dtypes import DType, Format
@@ -60,35 +60,27 @@ def test_a_view_has_the_elements_of_the_tensor_in_their_order(
     np.testing.assert_array_equal(seen, tensor.reshape(new_shape))
 
 
-def every_sample() -> list[Any]:
-    return [
-        pytest.param(record, sample.call, id=f"{name}-{product}-{sample.name}")
-        for name, record in OPERATORS.items()
-        for product in record.products
-        for sample in record.samples(product)
-    ]
+@pytest.mark.parametrize("record", OPERATORS.values(), ids=OPERATORS)
+def test_every_operand_and_wanted_output_has_a_slot_in_the_order_of_the_record(record: OpRecord) -> None:
+    for product in record.products:
+        for sample in record.samples(product):
+            with told((product, sample.name)):
+                _check_slots(record, sample.call)
 
 
-@pytest.mark.parametrize(("record", "call"), every_sample())
-def test_every_operand_and_wanted_output_has_a_slot_in_the_order_of_the_record(
-    record: OpRecord, call: CallMeta
-) -> None:
+def _check_slots(record: OpRecord, call: CallMeta) -> None:
     found = arrange(record, call)
-    assert [slot.name for slot in found.inputs] == [
-        param.name for param in record.inputs if call.inputs[param.name] is not None
-    ]
+    given = [param.name for param in record.inputs if call.inputs[param.name] is not None]
+    assert [slot.name for slot in found.inputs] == given
     wanted = {name for name, meta in record.infer(call).items() if meta is not None}
     assert {slot.name for slot in found.outputs if slot.wanted} == wanted
-    names = [param.name for param in record.outputs]
-    assert [slot.name for slot in found.outputs] == [
-        name for name in names if name in {slot.name for slot in found.outputs}
-    ]
+    names = [slot.name for slot in found.outputs]
+    assert names == [param.name for param in record.outputs if param.name in names]
     for slot in found.inputs:
         operand = call.tensor(slot.name)
         assert (slot.meta.size, slot.meta.dtype) == (operand.size, operand.dtype)
         assert (slot.meta.format, slot.meta.storage_offset) == (Format.ND, 0)
-    for slot in found.outputs:
-        assert slot.meta.is_contiguous
+    assert all(slot.meta.is_contiguous for slot in found.outputs)
 
 
 def slots(record: OpRecord, call: CallMeta) -> dict[str, Slot]:
@@ -116,29 +108,19 @@ def test_masked_outputs_are_null_or_allocated_as_each_operator_wants() -> None:
     assert sampler["input_grad"].meta == TensorMeta(DType.FLOAT32, (2, 3, 4, 5))
 
 
-def with_grad_out(strides: tuple[int, ...], offset: int = 0) -> Slot:
-    call = GROUP_NORM.build(n=2, c=6, hxw=4, group=2)
-    meta = TensorMeta(DType.FLOAT32, (2, 6, 4), strides=strides, storage_offset=offset)
-    return slots(GROUP_NORM, call.with_inputs(grad_out=meta))["grad_out"]
-
-
-@pytest.mark.parametrize(
-    ("strides", "kept", "nbytes"),
-    [
+def test_strides_stay_where_that_is_no_more_to_copy() -> None:
+    for strides, kept, nbytes in (
         ((24, 4, 1), None, 192),  # contiguous, but for an offset
         ((0, 4, 1), (0, 4, 1), 96),  # expanded: one sample goes down
         ((1, 2, 12), (1, 2, 12), 192),  # turned
         ((0, 0, 0), (0, 0, 0), 4),
         ((48, 8, 2), (48, 8, 2), 380),  # every second element
         ((72, 12, 3), None, 192),  # more gaps than that are packed
-    ],
-)
-def test_strides_stay_where_that_is_no_more_to_copy(
-    strides: tuple[int, ...], kept: tuple[int, ...] | None, nbytes: int
-) -> None:
-    slot = with_grad_out(strides, offset=5)
-    assert slot.meta.element_strides == (kept or (24, 4, 1))
-    assert slot.nbytes == nbytes
+    ):
+        call = GROUP_NORM.build(n=2, c=6, hxw=4, group=2)
+        meta = TensorMeta(DType.FLOAT32, (2, 6, 4), strides=strides, storage_offset=5)
+        slot = slots(GROUP_NORM, call.with_inputs(grad_out=meta))["grad_out"]
+        assert (slot.meta.element_strides, slot.nbytes) == (kept or (24, 4, 1), nbytes), strides
 
 
 def test_the_gradient_of_attention_goes_down_flat_strided_or_packed() -> None:

@@ -67,25 +67,19 @@ def test_whether_cann_can_time_by_events(rig: Rig) -> None:
 
 
 def test_a_wait_ends_at_its_time_with_the_number_of_the_vendor(rig: Rig) -> None:
+    """A time that has passed is the shortest wait, and never one for ever."""
     address = rig.upload(bytes(64))
-    rig.sim.set_plan("memset:1:slow=5000")
+    rig.sim.set_plan("memset:1:slow=60000")
     rig.runtime.zero(address, 64, rig.stream)
     start = time.monotonic()
     with pytest.raises(AclError) as caught:
         rig.runtime.wait(rig.stream, soon(0.2))
     assert 0.15 < time.monotonic() - start < 4
     assert (caught.value.code, caught.value.fault.action) == (507046, Action.TIMED_OUT)
-    rig.runtime.wait(rig.stream, soon())
-
-
-@pytest.mark.parametrize("until_s", [0.0, float("-inf")])
-def test_a_time_that_has_passed_is_the_shortest_wait_and_never_for_ever(rig: Rig, until_s: float) -> None:
-    address = rig.upload(bytes(64))
-    rig.sim.set_plan("memset:1:slow=3000")
-    rig.runtime.zero(address, 64, rig.stream)
-    with pytest.raises(AclError, match="507046"):
-        rig.runtime.wait(rig.stream, until_s)
-    rig.sim.set_plan("")
+    for until_s in (0.0, float("-inf")):
+        with pytest.raises(AclError, match="507046"):
+            rig.runtime.wait(rig.stream, until_s)
+    rig.sim.set_plan("")  # it is over now
     rig.runtime.wait(rig.stream, float("inf"))
 
 

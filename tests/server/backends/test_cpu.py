@@ -1,14 +1,16 @@
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 import pytest
-from tests.derived import every_second
-from tests.server.kernels.compare import outputs_for
+from tests.derived import every_second, smaller, told
+from tests.server.kernels.compare import assert_right, contents, outputs_for
 
 from npugrad import OPERATORS, OpRecord, Product
 from npugrad.call import CallOptions
@@ -67,45 +69,56 @@ def watched(request: pytest.FixtureRequest) -> Iterator[Watched]:
         made.backend.close()
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "strided", "expanded"])
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float64"])
 @pytest.mark.parametrize("record", OPERATORS.values(), ids=OPERATORS)
-def test_each_call_says_what_computed_it(watched: Watched, record: OpRecord, dtype: str, layout: str) -> None:
+def test_each_call_says_what_computed_it(watched: Watched, record: OpRecord) -> None:
     """Also of a type that no kernel takes."""
-    call, inputs = record.build(dtype=dtype), {}
-    for name, array in record.make_inputs(call, np.random.default_rng(0)).items():
-        inputs[name] = array
-        if array is not None and layout != "contiguous":
-            one = array[(slice(0, 1),) * array.ndim]
-            inputs[name] = every_second(array) if layout == "strided" else np.broadcast_to(one, array.shape)
-    watched.entries.clear()
-    made = DeviceCall(call, inputs, outputs_for(record, call), CallOptions(), 0)
-    timings = watched.backend.run(watched.record(record), made)
-    assert watched.entries == [timings.backend or watched.backend.name]
-    takes = watched.backend._kernels is not None and record.name in watched.backend._kernels.operators
-    assert watched.entries == ["cpu" if takes and dtype != "float64" else "cpu-reference"]
+    layouts = ("contiguous", "strided", "expanded")
+    for dtype, layout in itertools.product(("float32", "float16", "bfloat16", "float64"), layouts):
+        call, inputs = smaller(record, 2).call(dtype), {}
+        for name, array in record.make_inputs(call, np.random.default_rng(0)).items():
+            inputs[name] = array
+            if array is not None and layout != "contiguous":
+                one = array[(slice(0, 1),) * array.ndim]
+                expanded = np.broadcast_to(one, array.shape)
+                inputs[name] = every_second(array) if layout == "strided" else expanded
+        watched.entries.clear()
+        timings = watched.backend.run(watched.record(record), made(record, call, inputs)[0])
+        takes = watched.backend._kernels is not None and record.name in watched.backend._kernels.operators
+        with told((dtype, layout)):
+            assert watched.entries == [timings.backend or watched.backend.name]
+            assert watched.entries == ["cpu" if takes and dtype != "float64" else "cpu-reference"]
+
+
+def made(
+    record: OpRecord, call: CallMeta, inputs: Mapping[str, Any], pattern: int = 0xA5, **changes: Any
+) -> tuple[DeviceCall, dict[str, npt.NDArray[Any]]]:
+    """A call as a worker makes it, and its outputs, filled with a pattern."""
+    outputs = outputs_for(record, call, pattern)
+    return DeviceCall(call, inputs, outputs, CallOptions(), 0, **changes), outputs
+
+
+@contextmanager
+def opened(device: str = "cpu:0") -> Iterator[CpuBackend]:
+    """Give a backend whose device is open."""
+    with closing(CpuBackend()) as backend:
+        backend.open(parse_device(device), Product.ATLAS_A2, 1)
+        yield backend
 
 
 def test_operands_between_elements_are_copied_first() -> None:
     record = OPERATORS["group_norm_backward"]
     call = record.build(n=2, c=6, hxw=40, group=2)
     inputs = dict(record.make_inputs(call, np.random.default_rng(0)))
-    memory = np.zeros(4 * 2 * 6 * 40 + 1, np.uint8)
-    moved = memory[1:].view(np.float32).reshape(call.tensor("input").shape)
-    moved[...] = inputs["input"]
+    array = inputs["input"]
+    assert array is not None
+    moved = shifted(array)
     assert not moved.flags.aligned
-    backend = CpuBackend()
-    backend.open(parse_device("cpu:0"), call.product, 1)
     found = []
-    for one in (inputs, {**inputs, "input": moved}):
-        outputs = {
-            name: np.empty(wanted.shape, wanted.dtype.numpy)
-            for name, wanted in record.infer(call).items()
-            if wanted is not None
-        }
-        backend.run(record, DeviceCall(call, one, outputs, CallOptions(), 0))
-        found.append({name: array.tobytes() for name, array in outputs.items()})
-    backend.close()
+    with opened() as backend:
+        for one in (inputs, {**inputs, "input": moved}):
+            device_call, outputs = made(record, call, one)
+            backend.run(record, device_call)
+            found.append(contents(outputs))
     assert found[0] == found[1]
 
 
@@ -117,26 +130,22 @@ def shifted(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     return moved
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "strided"])
 @pytest.mark.parametrize("record", OPERATORS.values(), ids=OPERATORS)
-def test_what_is_kept_between_calls_changes_no_bit(record: OpRecord, layout: str) -> None:
-    call = record.build()
-    backend = CpuBackend()
-    backend.open(parse_device("cpu:0"), call.product, 1)
-    memo: dict[Any, Any] = {}
-    for turn in range(4):
-        move = shifted if turn == 2 else np.copy
-        inputs = {
-            name: None if array is None else move(array) if layout == "contiguous" else every_second(array)
-            for name, array in record.make_inputs(call, np.random.default_rng(turn)).items()
-        }
-        found = []
-        for kept in (memo, {}):
-            outputs = outputs_for(record, call)
-            backend.run(record, DeviceCall(call, inputs, outputs, CallOptions(), 0, memo=kept))
-            found.append({name: array.tobytes() for name, array in outputs.items()})
-        assert found[0] == found[1]
-    backend.close()
+def test_what_is_kept_between_calls_changes_no_bit(record: OpRecord) -> None:
+    call = smaller(record, 2).call()
+    layouts: list[list[Callable[..., Any]]] = [[np.copy, np.copy, shifted, np.copy], [every_second] * 4]
+    with opened() as backend:
+        for moves in layouts:
+            memo: dict[Any, Any] = {}
+            for turn, move in enumerate(moves):
+                arrays = record.make_inputs(call, np.random.default_rng(turn))
+                inputs = {name: None if array is None else move(array) for name, array in arrays.items()}
+                found = []
+                for kept in (memo, {}):
+                    device_call, outputs = made(record, call, inputs, memo=kept)
+                    backend.run(record, device_call)
+                    found.append(contents(outputs))
+                assert found[0] == found[1], (turn, move)
 
 
 @pytest.mark.slow
@@ -145,25 +154,13 @@ def test_every_operator_writes_every_element_of_its_outputs(record: OpRecord) ->
     call = next(iter(record.samples(Product.ATLAS_A2))).call
     inputs = record.make_inputs(call, np.random.default_rng(1))
     found = []
-    for pattern in (0x00, 0xA5):
-        outputs = {
-            name: np.frombuffer(bytearray([pattern]) * wanted.nbytes, wanted.dtype.numpy).reshape(
-                wanted.shape
-            )
-            for name, wanted in record.infer(call).items()
-            if wanted is not None
-        }
-        backend = CpuBackend()
-        backend.open(parse_device("cpu:0"), call.product, 1)
-        timings = backend.run(record, DeviceCall(call, inputs, outputs, CallOptions(), 0))
-        backend.close()
-        assert timings.run_s > 0
-        found.append({name: array.tobytes() for name, array in outputs.items()})
+    with opened() as backend:
+        for pattern in (0x00, 0xA5):
+            device_call, outputs = made(record, call, inputs, pattern)
+            assert backend.run(record, device_call).run_s > 0
+            found.append(contents(outputs))
     assert found[0] == found[1]
-    for name, array in outputs.items():
-        golden = {name: np.empty(array.shape, np.float64)}
-        record.reference(inputs, call.attrs, golden)
-        assert compare(golden[name], array, record.extra_tolerance(inputs, call.attrs, name)).ok
+    assert_right(record, call, inputs, outputs)
 
 
 @pytest.mark.parametrize("variant", ["kernels", "none"])
@@ -177,12 +174,10 @@ def test_coordinates_follow_the_device(
         monkeypatch.setenv(SETTING, "none")
     record = OPERATORS[name]
     call, inputs = on_edges(record)
-    backend = CpuBackend()
-    backend.open(parse_device(f"cpu:0?coordinates={setting}"), call.product, 1)
-    outputs = outputs_for(record, call)
-    backend.run(record, DeviceCall(call, inputs, outputs, CallOptions(), 0))
-    backend.close()
-    assert ("coordinates in float64" in backend.description) == (setting == "float64")
+    device_call, outputs = made(record, call, inputs)
+    with opened(f"cpu:0?coordinates={setting}") as backend:
+        backend.run(record, device_call)
+        assert ("coordinates in float64" in backend.description) == (setting == "float64")
     agrees = {}
     for rule in (next(iter(record.references_by_rule)), CoordinateRule.FLOAT64):
         golden = {key: np.empty(array.shape) for key, array in outputs.items()}

@@ -1,14 +1,11 @@
 // libascendcl: memory, copies and fills.
 #include <cstring>
 
-#include "../model/api.h"
-#include "../model/context.h"
 #include "../model/counters.h"
 #include "../model/faults.h"
 #include "../model/memory.h"
-#include "../model/stream.h"
 #include "../model/violation.h"
-#include "acl_types.h"
+#include "calls.h"
 
 using namespace cann_sim;
 
@@ -101,15 +98,21 @@ int queue_copy(const Copy& copy, const std::shared_ptr<Stream>& stream, const ch
   return copy.is_pageable() ? wait_for(stream, task->sequence, user) : 0;
 }
 
-int allocate(const char* user, void** address, size_t bytes) {
-  if (const int code = enter(user, -1, "malloc")) return code;
-  const auto context = current_context(user);
-  if (!context) return this_thread().last_error;
-  if (const int code = check_failure(*context, user, true)) return code;
-  if (!bytes) return report(user, acl::kInvalidParam, "0 bytes");
-  const int code = allocate_device(context->device, bytes, address);
-  return code ? report(user, code, format("device %d has no %zu bytes left", context->device, bytes))
-              : acl::kSuccess;
+aclError allocate(const char* user, void** address, size_t bytes) {
+  const auto take = [&](const Context& context) {
+    if (!bytes) return report(user, acl::kInvalidParam, "0 bytes");
+    const int code = allocate_device(context.device, bytes, address);
+    return code ? report(user, code, format("device %d has no %zu bytes left", context.device, bytes)) : 0;
+  };
+  return with_working_context(user, take, "malloc");
+}
+
+// Whether there is something to do; an error, where it does not fit.
+bool fits(const char* user, size_t bytes, size_t room, int& code) {
+  if (bytes > room) {
+    code = report(user, acl::kRtParamInvalid, format("%zu bytes into room for %zu", bytes, room));
+  }
+  return bytes && bytes <= room;
 }
 
 int release(const char* user, void* address, Space space) {
@@ -142,19 +145,17 @@ aclError aclrtFree(void* address) { return release("aclrtFree", address, Space::
 
 aclError aclrtMallocHost(void** address, size_t bytes) {
   const char* const user = "aclrtMallocHost";
-  if (const int code = enter(user)) return code;
-  if (!current_context(user)) return this_thread().last_error;
-  if (!bytes) return report(user, acl::kInvalidParam, "0 bytes");
-  *address = allocate_pinned(bytes);
-  return *address ? acl::kSuccess : report(user, acl::kRtMemoryAllocation, "no pinned memory left");
+  return with_context(user, [&](const Context&) {
+    if (!bytes) return report(user, acl::kInvalidParam, "0 bytes");
+    *address = allocate_pinned(bytes);
+    return *address ? acl::kSuccess : report(user, acl::kRtMemoryAllocation, "no pinned memory left");
+  });
 }
 
 aclError aclrtFreeHost(void* address) { return release("aclrtFreeHost", address, Space::Pinned); }
 
 aclError aclrtHostRegisterV2(void* address, uint64_t bytes, uint32_t) {
-  if (const int code = enter("aclrtHostRegisterV2")) return code;
-  register_host(address, bytes);
-  return acl::kSuccess;
+  return call("aclrtHostRegisterV2", [&] { register_host(address, bytes); });
 }
 
 aclError aclrtHostUnregister(void* address) {
@@ -163,88 +164,69 @@ aclError aclrtHostUnregister(void* address) {
 
 aclError aclrtMemcpy(void* destination, size_t room, const void* source, size_t bytes, int kind) {
   const char* const user = "aclrtMemcpy";
-  if (const int code = enter(user)) return code;
-  const auto context = current_context(user);
-  if (!context) return this_thread().last_error;
-  if (const int code = check_failure(*context, user, true)) return code;
-  if (bytes > room) {
-    return report(user, acl::kRtParamInvalid, format("%zu bytes into room for %zu", bytes, room));
-  }
-  if (!bytes) return acl::kSuccess;
-  const Copy copy = checked_copy(destination, source, bytes, kind, *context, user);
-  check_race(copy.accesses, user);
-  count("synchronous_copies");
-  copy.run(user);
-  return acl::kSuccess;
+  return with_working_context(user, [&](const Context& context) {
+    int code = acl::kSuccess;
+    if (!fits(user, bytes, room, code)) return code;
+    const Copy copy = checked_copy(destination, source, bytes, kind, context, user);
+    check_race(copy.accesses, user);
+    count("synchronous_copies");
+    copy.run(user);
+    return code;
+  });
 }
 
 aclError aclrtMemcpyAsync(void* destination, size_t room, const void* source, size_t bytes, int kind,
                           aclrtStream handle) {
   const char* const user = "aclrtMemcpyAsync";
-  if (const int code = enter(user)) return code;
-  int code = 0;
-  const auto stream = find_stream(handle, user, &code);
-  if (!stream) return code;
-  if (bytes > room) {
-    return report(user, acl::kRtParamInvalid, format("%zu bytes into room for %zu", bytes, room));
-  }
-  if (!bytes) return acl::kSuccess;
-  return queue_copy(checked_copy(destination, source, bytes, kind, *stream->context, user), stream, user);
+  return with_stream(user, handle, [&](const auto& stream) {
+    int code = acl::kSuccess;
+    if (!fits(user, bytes, room, code)) return code;
+    return queue_copy(checked_copy(destination, source, bytes, kind, *stream->context, user), stream, user);
+  });
 }
 
 aclError aclrtMemset(void* address, size_t room, int32_t value, size_t bytes) {
   const char* const user = "aclrtMemset";
-  if (const int code = enter(user)) return code;
-  const auto context = current_context(user);
-  if (!context) return this_thread().last_error;
-  if (const int code = check_failure(*context, user, true)) return code;
-  if (bytes > room) {
-    return report(user, acl::kRtParamInvalid, format("%zu bytes into room for %zu", bytes, room));
-  }
-  if (!bytes) return acl::kSuccess;
-  const Access use = access(address, bytes, true, "the destination", user);
-  check_race({use}, user);
-  std::memset(resolve(use, user), value, bytes);
-  return acl::kSuccess;
+  return with_working_context(user, [&](const Context&) {
+    int code = acl::kSuccess;
+    if (!fits(user, bytes, room, code)) return code;
+    const Access use = access(address, bytes, true, "the destination", user);
+    check_race({use}, user);
+    std::memset(resolve(use, user), value, bytes);
+    return code;
+  });
 }
 
 aclError aclrtMemsetAsync(void* address, size_t room, int32_t value, size_t bytes, aclrtStream handle) {
   const char* const user = "aclrtMemsetAsync";
-  if (const int code = enter(user)) return code;
-  int code = 0;
-  const auto stream = find_stream(handle, user, &code);
-  if (!stream) return code;
-  if (bytes > room) {
-    return report(user, acl::kRtParamInvalid, format("%zu bytes into room for %zu", bytes, room));
-  }
-  if (!bytes) return acl::kSuccess;
-  if (kind_of(address) != Kind::Device) {
-    violation("copy-kind", format("%s: %p is no device memory", user, address));
-  }
-  auto task = std::make_shared<Task>();
-  task->kind = TaskKind::Memset;
-  task->name = user;
-  task->accesses.push_back(access(address, bytes, true, "the destination", user));
-  if (task->accesses[0].allocation->device != stream->context->device) {
-    violation("wrong-device", format("%s: %p is memory of another device than the stream", user, address));
-  }
-  task->run = [use = task->accesses[0], value, bytes] {
-    std::memset(resolve(use, "aclrtMemsetAsync"), value, bytes);
-    return 0;
-  };
-  return submit(stream, task, user);
+  return with_stream(user, handle, [&](const auto& stream) {
+    int code = acl::kSuccess;
+    if (!fits(user, bytes, room, code)) return code;
+    if (kind_of(address) != Kind::Device) {
+      violation("copy-kind", format("%s: %p is no device memory", user, address));
+    }
+    auto task = std::make_shared<Task>();
+    task->kind = TaskKind::Memset;
+    task->name = user;
+    task->accesses.push_back(access(address, bytes, true, "the destination", user));
+    if (task->accesses[0].allocation->device != stream->context->device) {
+      violation("wrong-device", format("%s: %p is memory of another device than the stream", user, address));
+    }
+    task->run = [use = task->accesses[0], value, bytes] {
+      std::memset(resolve(use, "aclrtMemsetAsync"), value, bytes);
+      return 0;
+    };
+    return submit(stream, task, user);
+  });
 }
 
 aclError aclrtGetMemInfo(int attribute, size_t* free_bytes, size_t* total_bytes) {
-  const char* const user = "aclrtGetMemInfo";
-  if (const int code = enter(user)) return code;
-  const auto context = current_context(user);
-  if (!context) return this_thread().last_error;
-  const bool is_hbm = attribute == acl::kHbm;
-  *total_bytes = is_hbm ? static_cast<size_t>(settings()->hbm_mb) << 20 : 0;
-  const size_t used = is_hbm ? device_bytes_used(context->device) : 0;
-  *free_bytes = *total_bytes > used ? *total_bytes - used : 0;
-  return acl::kSuccess;
+  return with_context("aclrtGetMemInfo", [&](const Context& context) {
+    const bool is_hbm = attribute == acl::kHbm;
+    *total_bytes = is_hbm ? static_cast<size_t>(settings()->hbm_mb) << 20 : 0;
+    const size_t used = is_hbm ? device_bytes_used(context.device) : 0;
+    *free_bytes = *total_bytes > used ? *total_bytes - used : 0;
+  });
 }
 
 }  // extern "C"

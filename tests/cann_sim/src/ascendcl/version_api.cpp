@@ -2,8 +2,7 @@
 #include <cstdio>
 #include <cstring>
 
-#include "../model/api.h"
-#include "acl_types.h"
+#include "calls.h"
 
 using namespace cann_sim;
 
@@ -17,20 +16,20 @@ extern "C" {
 
 #ifdef CANN_SIM_HAS_VERSION_STR
 aclError aclsysGetVersionStr(char* package, char* version) {
-  if (const int code = enter("aclsysGetVersionStr")) return code;
-  std::strcpy(version, package && !std::strcmp(package, "driver") ? kDriverVersion : cann_version());
-  return acl::kSuccess;
+  return call("aclsysGetVersionStr", [&] {
+    std::strcpy(version, package && !std::strcmp(package, "driver") ? kDriverVersion : cann_version());
+  });
 }
 #endif
 
 #ifdef CANN_SIM_HAS_CANN_VERSION
 aclError aclsysGetCANNVersion(int package, acl::PackageVersion* version) {
-  if (const int code = enter("aclsysGetCANNVersion")) return code;
-  const char* const text = package == acl::kPackageDriver ? kDriverVersion : cann_version();
-  std::memset(version, 0, sizeof *version);
-  std::snprintf(version->version, sizeof version->version, "%s", text);
-  std::sscanf(text, "%63[^.].%63[^.].%63s", version->major, version->minor, version->release);
-  return acl::kSuccess;
+  return call("aclsysGetCANNVersion", [&] {
+    const char* const text = package == acl::kPackageDriver ? kDriverVersion : cann_version();
+    std::memset(version, 0, sizeof *version);
+    std::snprintf(version->version, sizeof version->version, "%s", text);
+    std::sscanf(text, "%63[^.].%63[^.].%63s", version->major, version->minor, version->release);
+  });
 }
 #endif
 

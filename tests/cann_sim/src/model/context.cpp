@@ -11,6 +11,7 @@
 #include "faults.h"
 #include "handles.h"
 #include "memory.h"
+#include "single.h"
 #include "stream.h"
 #include "violation.h"
 
@@ -34,10 +35,7 @@ struct Board {
   std::atomic<int> loaded{-1};      // what the first kernel was loaded with; -1: none was loaded yet
 };
 
-Board& board() {
-  static Board* const made = new Board;
-  return *made;
-}
+Board& board() { return single<Board>(); }
 
 // Lock held.
 std::shared_ptr<Context> make_context(int device) {

@@ -8,6 +8,7 @@
 #include <map>
 #include <mutex>
 
+#include "single.h"
 #include "violation.h"
 
 namespace cann_sim {
@@ -55,10 +56,7 @@ struct Board {
   }
 };
 
-Board& board() {
-  static Board* const made = new Board;
-  return *made;
-}
+Board& board() { return single_of_process<Board>(); }
 
 }  // namespace
 

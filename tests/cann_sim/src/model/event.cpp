@@ -109,7 +109,8 @@ bool query(const Event& event) {
 int elapsed(const Event& first, const Event& last, float* milliseconds, const char* user) {
   const std::lock_guard<std::mutex> lock(model_mutex());
   for (const Event* event : {&first, &last}) {
-    if (!event->timed) return report(user, kTimestampInvalid, "an event was made without ACL_EVENT_TIME_LINE");
+    if (!event->timed)
+      return report(user, kTimestampInvalid, "an event was made without ACL_EVENT_TIME_LINE");
     if (!event->recorded || event->completed < event->recorded || event->code) {
       return report(user, kTimestampInvalid, "an event has no time, or not yet");
     }

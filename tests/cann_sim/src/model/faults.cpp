@@ -16,6 +16,7 @@
 #include <thread>
 
 #include "counters.h"
+#include "single.h"
 #include "violation.h"
 
 namespace cann_sim {
@@ -83,10 +84,7 @@ struct Board {
   }
 };
 
-Board& board() {
-  static Board* const made = new Board;  // never destroyed: threads outlive main
-  return *made;
-}
+Board& board() { return single_of_process<Board>(); }
 
 // Counts an entry in the state file: one line "count<TAB>entry" for each, under an exclusive lock.
 uint64_t count_in_state(const std::string& path, const std::string& entry) {
@@ -107,6 +105,13 @@ uint64_t count_in_state(const std::string& path, const std::string& entry) {
   }
   close(fd);
   return count;
+}
+
+bool is_in_plan(const Fault& fault) {
+  const std::lock_guard<std::mutex> lock(board().mutex);
+  board().refresh();
+  return std::any_of(board().faults.begin(), board().faults.end(),
+                     [&](const Fault& other) { return other.text == fault.text; });
 }
 
 const Fault* find_fault(Board& plan, std::initializer_list<std::string_view> targets, int device) {
@@ -135,6 +140,17 @@ void set_plan(const std::string& text) {
   board().load();
 }
 
+void linger(const std::function<int64_t()>& wanted_ms) {
+  using std::chrono::milliseconds;
+  const auto start = std::chrono::steady_clock::now();
+  for (;;) {
+    const auto end = start + milliseconds(wanted_ms());
+    const auto left = std::chrono::ceil<milliseconds>(end - std::chrono::steady_clock::now());
+    if (left <= milliseconds(0)) return;
+    std::this_thread::sleep_for(std::min(left, milliseconds(10)));
+  }
+}
+
 void hang() {
   count("hangs");
   for (;;) std::this_thread::sleep_for(std::chrono::hours(1));
@@ -155,7 +171,7 @@ Injection inject(std::initializer_list<std::string_view> targets, int device) {
   if (fault.action == Action::Hang) hang();
   if (fault.action == Action::Kill) kill(getpid(), SIGKILL);
   if (fault.action == Action::Crash) raise(SIGSEGV);
-  if (fault.action == Action::Slow) std::this_thread::sleep_for(std::chrono::milliseconds(fault.slow_ms));
+  if (fault.action == Action::Slow) linger([&] { return is_in_plan(fault) ? fault.slow_ms : 0; });
   return {fault.action, fault.code, fault.last_error, fault.poison, fault.message};
 }
 

@@ -1,6 +1,7 @@
 // The plan in force, and the question every place asks that may fail on order.
 #pragma once
 
+#include <functional>
 #include <initializer_list>
 #include <memory>
 #include <string>
@@ -30,5 +31,8 @@ Injection inject(std::initializer_list<std::string_view> targets, int device);
 
 // A thread that never goes on; it ends with the process.
 [[noreturn]] void hang();
+
+// Sleeps for as long as the plan wants; one that changes its mind meanwhile is heard.
+void linger(const std::function<int64_t()>& wanted_ms);
 
 }  // namespace cann_sim

@@ -13,6 +13,7 @@
 #include "address_space.h"
 #include "counters.h"
 #include "faults.h"
+#include "single.h"
 #include "violation.h"
 
 namespace cann_sim {
@@ -22,10 +23,11 @@ constexpr size_t kPage = 4096;
 constexpr size_t kRedzone = kPage;
 constexpr char kRedzoneByte = static_cast<char>(0xC5);
 constexpr int kPoisonByte = 0xFF;
+constexpr size_t kPoisonFileBytes = size_t{1} << 22;
 constexpr size_t kAlignment = 512;    // of device addresses; CANN promises 64
 constexpr size_t kRemembered = 4096;  // freed allocations kept for messages
 constexpr int kOutOfMemory = 207001;
-constexpr int kLockTries = 2000;      // a millisecond each, for whoever explains a fault
+constexpr int kLockTries = 2000;  // a millisecond each, for whoever explains a fault
 
 size_t round_up(size_t bytes, size_t step) { return (bytes + step - 1) / step * step; }
 
@@ -39,10 +41,7 @@ struct Board {
   size_t used[kMaxDevices] = {};
 };
 
-Board& board() {
-  static Board* const made = new Board;
-  return *made;
-}
+Board& board() { return single<Board>(); }
 
 const char* name_of(Space space) {
   switch (space) {
@@ -102,15 +101,36 @@ void retire(const std::shared_ptr<Allocation>& allocation) {
   }
 }
 
+// A file full of poison. Its pages are mapped and copied when they are written to: what nobody touches, such
+// as most of a workspace, costs nothing.
+int poison_file() {
+  static const int file = [] {
+    const int made = memfd_create("cann_sim poison", MFD_CLOEXEC);
+    const std::string poison(kPoisonFileBytes, static_cast<char>(kPoisonByte));
+    if (write(made, poison.data(), poison.size()) != static_cast<ssize_t>(poison.size())) {
+      violation("plan", "no memory for poison");
+    }
+    return made;
+  }();
+  return file;
+}
+
 char* map_mirror(size_t capacity) {
   const size_t whole = round_up(capacity, kPage) + 2 * kRedzone;
   void* mapped = mmap(nullptr, whole, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (mapped == MAP_FAILED) return nullptr;
-  char* first = static_cast<char*>(mapped);
+  char* const first = static_cast<char*>(mapped);
+  char* const mirror = first + kRedzone;
+  size_t poisoned = 0;
+  for (; capacity - poisoned >= kPoisonFileBytes; poisoned += kPoisonFileBytes) {
+    void* const part = mmap(mirror + poisoned, kPoisonFileBytes, PROT_READ | PROT_WRITE,
+                            MAP_PRIVATE | MAP_FIXED, poison_file(), 0);
+    if (part == MAP_FAILED) violation("plan", "no room to map poison");
+  }
   std::memset(first, kRedzoneByte, kRedzone);
-  std::memset(first + kRedzone, kPoisonByte, capacity);
-  std::memset(first + kRedzone + capacity, kRedzoneByte, whole - kRedzone - capacity);
-  return first + kRedzone;
+  std::memset(mirror + poisoned, kPoisonByte, capacity - poisoned);
+  std::memset(mirror + capacity, kRedzoneByte, whole - kRedzone - capacity);
+  return mirror;
 }
 
 }  // namespace
@@ -277,7 +297,8 @@ size_t device_bytes_used(int device) {
 }
 
 const char* pinned_fault(uintptr_t address) {
-  // Another thread may be at the maps just now. If it is this one that broke off there, the plain fault has to do.
+  // Another thread may be at the maps just now. If it is this one that broke off there, the plain fault has
+  // to do.
   std::unique_lock<std::mutex> lock(board().mutex, std::try_to_lock);
   for (int tries = 0; !lock && tries < kLockTries; ++tries) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));

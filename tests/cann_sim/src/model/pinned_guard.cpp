@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "faults.h"
+#include "single.h"
 
 namespace cann_sim {
 namespace {
@@ -28,10 +29,7 @@ struct Board {
   std::map<uintptr_t, Page> pages;
 };
 
-Board& board() {
-  static Board* const made = new Board;
-  return *made;
-}
+Board& board() { return single<Board>(); }
 
 int protection_of(const Page& page) {
   if (page.writes) return PROT_NONE;

@@ -106,8 +106,8 @@ void parse_when(const std::string& when, Fault& fault) {
 
 void parse_action(const std::string& action, Fault& fault) {
   static const std::map<std::string, Action> names = {
-      {"hang", Action::Hang}, {"kill", Action::Kill},       {"stale", Action::Stale},
-      {"null", Action::Null}, {"corrupt", Action::Corrupt}, {"overrun", Action::Overrun},
+      {"hang", Action::Hang},   {"kill", Action::Kill},       {"stale", Action::Stale},
+      {"null", Action::Null},   {"corrupt", Action::Corrupt}, {"overrun", Action::Overrun},
       {"crash", Action::Crash},
   };
   if (names.count(action)) {

@@ -1,16 +1,6 @@
-// The plan: settings of the simulated machine and faults to inject.
-//
-// Grammar, in CANN_SIM_PLAN and CANN_SIM_PLAN_FILE (entries end with a semicolon or a line end, # begins a
-// comment):
-//
-//   setting   name=value                               kernel_ms=50
-//   fault     target:when:action[:option]...           aclrtMalloc:3:207001   kernel:1:hang:dev=1
-//   when      3 | 2-5 | 4+ | *                         counted over matching calls of this process
-//   action    a code | hang | kill | crash | stale | null | corrupt | overrun | slow=MS
-//   option    dev=N | total | last=CODE | poison | msg=TEXT
-//
-// The README explains each word. The file is read again whenever it changes, so a test can inject a fault
-// into a running process; an entry that stays keeps its count.
+// The plan: settings of the simulated machine and faults to inject, as the README describes them. Its file is
+// read again whenever it changes, so a test can inject a fault into a running process; an entry that stays
+// keeps its count.
 #pragma once
 
 #include <cstdint>
@@ -25,20 +15,20 @@ struct Settings {
   int64_t ndev = 1;       // devices
   int64_t hbm_mb = 1024;  // memory of each device, MiB
   std::string soc = "Ascend910B2";
-  std::string cann;             // version; empty: the one the libraries were built as
-  int64_t kernel_ms = 0;        // each kernel takes that long
-  int64_t copy_ms = 0;          // each queued copy takes that long
-  int64_t call_us = 0;          // each call of an interface function takes that long
-  int64_t workspace_mb = 0;     // what phase 1 demands on top of its own figure
-  bool record = false;          // write phase-1 arguments and launches to the report folder
-  bool trace = false;           // write every call of an interface function there
-  bool ordered_sums = false;    // sums=ordered: kernels sum in the same order also without the option
-  bool accumulate = false;      // kernels add to what lies in outputs that some kernels expect to be zeroed
-  bool helpers = false;         // aclrtSetDevice forks processes that keep the device
-  bool strict_threads = false;  // threads=strict: one thread for both phases, and for all work of a stream
-  bool strict_poison = true;    // poisoned=code: only return the error code again
-  bool strict_pageable = false;    // pageable=abort: a queued copy must use pinned memory
-  bool strict_pinned = true;       // pinned=real: the host may touch pinned memory at any time
+  std::string cann;              // version; empty: the one the libraries were built as
+  int64_t kernel_ms = 0;         // each kernel takes that long
+  int64_t copy_ms = 0;           // each queued copy takes that long
+  int64_t call_us = 0;           // each call of an interface function takes that long
+  int64_t workspace_mb = 0;      // what phase 1 demands on top of its own figure
+  bool record = false;           // write phase-1 arguments and launches to the report folder
+  bool trace = false;            // write every call of an interface function there
+  bool ordered_sums = false;     // sums=ordered: kernels sum in the same order also without the option
+  bool accumulate = false;       // kernels add to what lies in outputs that some kernels expect to be zeroed
+  bool helpers = false;          // aclrtSetDevice forks processes that keep the device
+  bool strict_threads = false;   // threads=strict: one thread for both phases, and for all work of a stream
+  bool strict_poison = true;     // poisoned=code: only return the error code again
+  bool strict_pageable = false;  // pageable=abort: a queued copy must use pinned memory
+  bool strict_pinned = true;     // pinned=real: the host may touch pinned memory at any time
   bool strict_determinism = true;  // determinism=real: the option may change under queued work
   bool free_checks_queue = true;   // free_check=execution: find freed memory only when the task runs
 };

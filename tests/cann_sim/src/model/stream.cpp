@@ -5,6 +5,7 @@
 #include "counters.h"
 #include "faults.h"
 #include "handles.h"
+#include "single.h"
 #include "violation.h"
 
 namespace cann_sim {
@@ -22,10 +23,7 @@ struct Board {
   int copies_running = 0;
 };
 
-Board& board() {
-  static Board* const made = new Board;
-  return *made;
-}
+Board& board() { return single<Board>(); }
 
 // Lock held. Forgets the queue of every stream of a context, but not tasks that run already.
 void poison(Context& context, int code) {
@@ -47,8 +45,8 @@ void poison(Context& context, int code) {
 void record_task(const char* event, const Stream& stream, const Task& task) {
   const bool tells = task.kind == TaskKind::Kernel || task.kind == TaskKind::Copy;
   if (!tells || !settings()->record) return;
-  report_line("abi", format("{\"event\": \"%s\", \"task\": \"%s\", \"stream\": %d}", event,
-                            task.name.c_str(), stream.number));
+  report_line("abi", format("{\"event\": \"%s\", \"task\": \"%s\", \"stream\": %d}", event, task.name.c_str(),
+                            stream.number));
 }
 
 // Lock held.
@@ -92,14 +90,11 @@ void damage(const Task& task, Action action) {
 }
 
 Injection inject_for(const Task& task, int device) {
-  const auto now = settings();
   switch (task.kind) {
     case TaskKind::Kernel:
-      std::this_thread::sleep_for(std::chrono::milliseconds(now->kernel_ms));
+      linger([] { return settings()->kernel_ms; });
       return inject({"kernel", "kernel." + task.name}, device);
-    case TaskKind::Copy:
-      std::this_thread::sleep_for(std::chrono::milliseconds(now->copy_ms));
-      return inject({"copy"}, device);
+    case TaskKind::Copy: linger([] { return settings()->copy_ms; }); return inject({"copy"}, device);
     case TaskKind::Memset: return inject({"memset"}, device);
     case TaskKind::Event:
     case TaskKind::Callback: break;
@@ -221,10 +216,7 @@ int wait_until(std::unique_lock<std::mutex>& lock, const std::shared_ptr<Stream>
 
 }  // namespace
 
-std::mutex& model_mutex() {
-  static std::mutex* const made = new std::mutex;
-  return *made;
-}
+std::mutex& model_mutex() { return single<std::mutex>(); }
 
 std::condition_variable& model_progress() { return board().progress; }
 

@@ -6,6 +6,7 @@
 
 #include "api.h"
 #include "faults.h"
+#include "single.h"
 
 // The build gives the version its libraries play.
 #ifndef CANN_SIM_VERSION
@@ -14,13 +15,15 @@
 
 namespace cann_sim {
 
-const char* cann_version() {
-  static const std::string* const version = [] {
-    const std::string asked = settings()->cann;
-    return new std::string(asked.empty() ? CANN_SIM_VERSION : asked);
-  }();
-  return version->c_str();
-}
+namespace {
+
+struct Version {
+  std::string asked = settings()->cann, text = asked.empty() ? CANN_SIM_VERSION : asked;
+};
+
+}  // namespace
+
+const char* cann_version() { return single_of_process<Version>().text.c_str(); }
 
 Release cann_release() {
   Release release{0, 0, std::numeric_limits<int>::max()};

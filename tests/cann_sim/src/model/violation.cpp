@@ -8,6 +8,8 @@
 #include <cstdlib>
 #include <vector>
 
+#include "single.h"
+
 namespace cann_sim {
 
 std::string format(const char* pattern, ...) {
@@ -22,13 +24,16 @@ std::string format(const char* pattern, ...) {
   return text.data();
 }
 
-const std::string& report_dir() {
-  static const std::string* const dir = [] {
-    const char* value = std::getenv("CANN_SIM_REPORT_DIR");
-    return new std::string(value ? value : "");
-  }();
-  return *dir;
-}
+namespace {
+
+struct ReportDir {
+  const char* value = std::getenv("CANN_SIM_REPORT_DIR");
+  std::string path = value ? value : "";
+};
+
+}  // namespace
+
+const std::string& report_dir() { return single_of_process<ReportDir>().path; }
 
 void report_line(const char* file, const std::string& line) {
   if (report_dir().empty()) return;

@@ -46,21 +46,22 @@ void store_number(char* bytes, int dtype, double value) {
   }
 }
 
-// Calls visit(byte offset, number of the element) for each element of a view in row-major order.
+// Calls visit(its bytes, number of the element) for each element of an operand in row-major order.
 template <typename Visit>
-void for_each_element(const Tensor& tensor, Visit visit) {
+void for_each_element(const Operand& operand, const std::string& op, Visit visit) {
+  const Tensor& tensor = operand.tensor;
   if (tensor.is_empty()) return;
+  char* bytes = resolve(operand.memory, op);
   const size_t rank = tensor.shape.size();
   const auto item = static_cast<int64_t>(item_size(tensor.dtype));
   Shape index(rank, 0);
-  int64_t position = 0;
   const auto elements = static_cast<size_t>(tensor.elements());
   for (size_t element = 0; element < elements; ++element) {
-    visit(position * item, element);
+    visit(bytes, element);
     for (size_t axis = rank; axis-- > 0;) {
-      position += tensor.strides[axis];
+      bytes += tensor.strides[axis] * item;
       if (++index[axis] < tensor.shape[axis]) break;
-      position -= tensor.strides[axis] * tensor.shape[axis];
+      bytes -= tensor.strides[axis] * tensor.shape[axis] * item;
       index[axis] = 0;
     }
   }
@@ -68,59 +69,41 @@ void for_each_element(const Tensor& tensor, Visit visit) {
 
 }  // namespace
 
-const Operand& KernelRun::find(const char* name) const {
+const Operand* KernelRun::look_for(const char* name) const {
   for (const Operand& operand : operands_) {
-    if (operand.name == name) return operand;
+    if (operand.name == name) return &operand;
   }
+  return nullptr;
+}
+
+const Operand& KernelRun::find(const char* name) const {
+  if (const Operand* const found = look_for(name)) return *found;
   violation("kernel", op_ + " has no operand " + name);
 }
 
-bool KernelRun::has(const char* name) const {
-  for (const Operand& operand : operands_) {
-    if (operand.name == name) return true;
-  }
-  return false;
-}
-
-const Shape& KernelRun::shape(const char* name) const { return find(name).tensor.shape; }
-
-int KernelRun::dtype(const char* name) const { return find(name).tensor.dtype; }
-
 std::vector<double> KernelRun::read(const char* name) const {
-  const Operand& operand = find(name);
-  const Tensor& tensor = operand.tensor;
-  std::vector<double> values(static_cast<size_t>(tensor.elements()));
-  if (values.empty()) return values;
-  const char* const bytes = resolve(operand.memory, op_);
-  for_each_element(
-      tensor, [&](int64_t at, size_t element) { values[element] = load_number(bytes + at, tensor.dtype); });
+  std::vector<double> values(static_cast<size_t>(elements(name)));
+  const int type = dtype(name);
+  for_each_element(find(name), op_, [&](const char* at, size_t i) { values[i] = load_number(at, type); });
   return values;
 }
 
 std::vector<int64_t> KernelRun::read_integers(const char* name) const {
-  const Operand& operand = find(name);
-  const Tensor& tensor = operand.tensor;
-  std::vector<int64_t> values(static_cast<size_t>(tensor.elements()));
-  if (values.empty()) return values;
-  const char* const bytes = resolve(operand.memory, op_);
-  for_each_element(tensor, [&](int64_t at, size_t element) {
-    values[element] = tensor.dtype == kInt32 ? load<int32_t>(bytes + at) : load<int64_t>(bytes + at);
+  std::vector<int64_t> values(static_cast<size_t>(elements(name)));
+  const bool is_narrow = dtype(name) == kInt32;
+  for_each_element(find(name), op_, [&](const char* at, size_t i) {
+    values[i] = is_narrow ? load<int32_t>(at) : load<int64_t>(at);
   });
   return values;
 }
 
 void KernelRun::write(const char* name, const std::vector<double>& values) const {
-  const Operand& operand = find(name);
-  const Tensor& tensor = operand.tensor;
-  if (values.size() != static_cast<size_t>(tensor.elements())) {
+  if (values.size() != static_cast<size_t>(elements(name))) {
     violation("kernel", format("%s computed %zu elements of %s, which has %lld", op_.c_str(), values.size(),
-                               name, static_cast<long long>(tensor.elements())));
+                               name, static_cast<long long>(elements(name))));
   }
-  if (values.empty()) return;
-  char* const bytes = resolve(operand.memory, op_);
-  for_each_element(tensor, [&](int64_t at, size_t element) {
-    store_number(bytes + at, tensor.dtype, values[element]);
-  });
+  const int type = dtype(name);
+  for_each_element(find(name), op_, [&](char* at, size_t i) { store_number(at, type, values[i]); });
 }
 
 void KernelRun::add(const char* name, const std::vector<double>& values) const {

@@ -29,9 +29,9 @@ class KernelRun {
   // How it sums what other kernels add with atomic operations.
   const Summation summation;
 
-  bool has(const char* name) const;
-  const Shape& shape(const char* name) const;
-  int dtype(const char* name) const;
+  bool has(const char* name) const { return look_for(name); }
+  const Shape& shape(const char* name) const { return find(name).tensor.shape; }
+  int dtype(const char* name) const { return find(name).tensor.dtype; }
   int64_t elements(const char* name) const { return find(name).tensor.elements(); }
   std::vector<double> read(const char* name) const;
   std::vector<int64_t> read_integers(const char* name) const;
@@ -44,6 +44,7 @@ class KernelRun {
   void add(const char* name, const std::vector<double>& values) const;
 
  private:
+  const Operand* look_for(const char* name) const;
   const Operand& find(const char* name) const;
 
   std::string op_;

@@ -30,14 +30,11 @@ constexpr int kFindKernel = 561003;
 constexpr int kInnerNullptr = 561103;
 }  // namespace aclnn
 
-// What a check says. `skips` tells of a legal call that computes nothing and wants no workspace.
-struct Verdict {
-  int code = aclnn::kSuccess;
+// What a check throws where a call is illegal.
+struct Refusal {
+  int code;
   std::string text;
-  bool skips = false;
 };
-
-inline Verdict refuse(int code, const std::string& text) { return {code, text, false}; }
 
 enum class Product { Training, A2, A3 };
 Product product();  // from the SoC name
@@ -66,17 +63,20 @@ class PhaseOne {
   double real(const char* name, double value);
   bool boolean(const char* name, bool value);
 
-  // An output that this call does not write, though its tensor is there.
-  void leave_unwritten(const char* name);
+  // Which outputs are wanted: none where there is no mask, or one of another length. The others are not
+  // written, though their tensors may be there.
+  std::vector<bool> wants(const std::vector<bool>* mask, const std::vector<const char*>& outputs);
   // The operator gives the same bits each time under the deterministic option.
   void can_be_deterministic() { honours_option_ = true; }
   void checks_workspace_size() { checks_workspace_size_ = true; }
-  // Whoever calls gets an executor to destroy also when the checks refuse: generated interfaces make it first.
+  // Whoever calls gets an executor to destroy also when the checks refuse: generated interfaces make it
+  // first.
   void makes_executor_first() { makes_executor_first_ = true; }
 
-  // Makes the executor, or reports the error. `check` is not asked when the fault plan had its say.
-  int finish(const std::function<Verdict()>& check, uint64_t workspace,
-             std::function<void(KernelRun&)> kernel, uint64_t* workspace_size, aclOpExecutor** executor);
+  // Makes the executor, or reports the error. `check` throws a refusal; true of a legal call that computes
+  // nothing and wants no workspace. It is not asked when the fault plan had its say.
+  int finish(const std::function<bool()>& check, uint64_t workspace, std::function<void(KernelRun&)> kernel,
+             uint64_t* workspace_size, aclOpExecutor** executor);
 
  private:
   Argument& add(const char* name);

@@ -94,10 +94,13 @@ bool PhaseOne::boolean(const char* name, bool value) {
   return value;
 }
 
-void PhaseOne::leave_unwritten(const char* name) {
-  for (Argument& argument : arguments_) {
-    if (argument.name == name) argument.is_unwritten = true;
+std::vector<bool> PhaseOne::wants(const std::vector<bool>* mask, const std::vector<const char*>& outputs) {
+  const bool fits = mask && mask->size() == outputs.size();
+  const std::vector<bool> wanted = fits ? *mask : std::vector<bool>(outputs.size());
+  for (size_t i = 0; i < outputs.size(); ++i) {
+    for (Argument& argument : arguments_) argument.is_unwritten |= argument.name == outputs[i] && !wanted[i];
   }
+  return wanted;
 }
 
 std::shared_ptr<Executor> PhaseOne::make_executor(const std::shared_ptr<Context>& context) const {
@@ -110,31 +113,35 @@ std::shared_ptr<Executor> PhaseOne::make_executor(const std::shared_ptr<Context>
   return made;
 }
 
-int PhaseOne::finish(const std::function<Verdict()>& check, uint64_t workspace,
+int PhaseOne::finish(const std::function<bool()>& check, uint64_t workspace,
                      std::function<void(KernelRun&)> kernel, uint64_t* workspace_size,
                      aclOpExecutor** executor) {
   const auto context = this_thread().context;
-  const Verdict verdict = injected_ ? Verdict{injected_, "", false} : check();
-  if (verdict.code) {
-    if (!injected_) {
-      add_message(op_.c_str(), format("%s (error code %d)", verdict.text.c_str(), verdict.code));
-    }
+  bool skips = false;
+  int code = injected_;
+  try {
+    if (!code) skips = check();
+  } catch (const Refusal& refusal) {
+    code = refusal.code;
+    add_message(op_.c_str(), format("%s (error code %d)", refusal.text.c_str(), code));
+  }
+  if (code) {
     if (makes_executor_first_ && executor) *executor = add_executor(make_executor(context));
     count("plans.refused");
-    record_plan(op_, arguments_, verdict.code, 0, nullptr, context.get());
-    return verdict.code;
+    record_plan(op_, arguments_, code, 0, nullptr, context.get());
+    return code;
   }
   if (!context) violation("no-context", op_ + ": phase 1 without a device");
   const auto made = make_executor(context);
   load_kernel(*context);
   made->sums_in_order = settings()->ordered_sums || (honours_option_ && plans_deterministic(*context));
-  made->skips = verdict.skips;
-  made->workspace = verdict.skips ? 0 : workspace + (static_cast<uint64_t>(settings()->workspace_mb) << 20);
+  made->skips = skips;
+  made->workspace = skips ? 0 : workspace + (static_cast<uint64_t>(settings()->workspace_mb) << 20);
   made->kernel = std::move(kernel);
   *workspace_size = made->workspace;
   *executor = add_executor(made);
   count("plans." + op_);
-  record_plan(op_, arguments_, verdict.code, made->workspace, *executor, context.get());
+  record_plan(op_, arguments_, aclnn::kSuccess, made->workspace, *executor, context.get());
   return aclnn::kSuccess;
 }
 

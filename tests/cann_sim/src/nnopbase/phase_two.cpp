@@ -5,6 +5,7 @@
 #include "../model/context.h"
 #include "../model/counters.h"
 #include "../model/faults.h"
+#include "../model/single.h"
 #include "../model/stream.h"
 #include "../model/violation.h"
 #include "executor.h"
@@ -24,10 +25,7 @@ struct Board {
   HandleTable<Executor> executors{"executor"};
 };
 
-Board& board() {
-  static Board* const made = new Board;
-  return *made;
-}
+Board& board() { return single<Board>(); }
 
 int64_t product_of(const Shape& sizes) {
   int64_t product = 1;

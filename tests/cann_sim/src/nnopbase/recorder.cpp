@@ -12,7 +12,12 @@
 namespace cann_sim {
 namespace {
 
-const char* json_of(bool value) { return value ? "true" : "false"; }
+template <typename Values, typename Write>
+std::string listed(const Values& values, Write write) {
+  std::string text;
+  for (const auto value : values) text += (text.empty() ? "" : ", ") + std::string(write(value));
+  return "[" + text + "]";
+}
 
 std::string origin(const Context* context) {
   if (!context) return format("\"thread\": %ld, \"device\": null", syscall(SYS_gettid));
@@ -32,15 +37,11 @@ std::string json_of(const Tensor& tensor) {
 }
 
 std::string json_of(const std::vector<bool>& values) {
-  std::string text = "[";
-  for (const bool value : values) text += format("%s%s", text.size() > 1 ? ", " : "", json_of(value));
-  return text + "]";
+  return listed(values, [](bool value) { return value ? "true" : "false"; });
 }
 
 std::string json_of(const Shape& values) {
-  std::string text = "[";
-  for (const int64_t value : values) text += (text.size() > 1 ? ", " : "") + std::to_string(value);
-  return text + "]";
+  return listed(values, [](int64_t value) { return std::to_string(value); });
 }
 
 // JSON has no word for what is not finite; an exponent keeps -0 a double.
@@ -49,11 +50,7 @@ std::string json_of(double value) {
 }
 
 std::string json_of(const std::vector<float>& values) {
-  std::string text = "[";
-  for (const float value : values) {
-    text += (text.size() > 1 ? ", " : "") + json_of(static_cast<double>(value));
-  }
-  return text + "]";
+  return listed(values, [](float value) { return json_of(static_cast<double>(value)); });
 }
 
 std::string json_of(const Scalar& scalar) {

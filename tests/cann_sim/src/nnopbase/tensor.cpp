@@ -5,6 +5,7 @@
 #include "../model/api.h"
 #include "../model/context.h"
 #include "../model/memory.h"
+#include "../model/single.h"
 #include "numbers.h"
 
 namespace cann_sim {
@@ -105,10 +106,7 @@ double Scalar::value() const {
   }
 }
 
-Handles& handles() {
-  static Handles* const made = new Handles;
-  return *made;
-}
+Handles& handles() { return single<Handles>(); }
 
 std::shared_ptr<Tensor> find_tensor(const aclTensor* handle, const char* user) {
   return find(handles().tensors, handle, user);

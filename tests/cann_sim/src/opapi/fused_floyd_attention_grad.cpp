@@ -18,46 +18,31 @@ struct Call {
   const Tensor *dq, *dk1, *dv1, *dk2, *dv2;
   bool has_executor, has_workspace_size;
 
-  std::vector<Named> required() const {
+  NamedTensors required() const {
     return {{"query", query}, {"key1", key1},     {"value1", value1},
             {"key2", key2},   {"value2", value2}, {"dy", dy}};
   }
-  std::vector<Named> outputs() const {
+  NamedTensors outputs() const {
     return {{"dqOut", dq}, {"dk1Out", dk1}, {"dv1Out", dv1}, {"dk2Out", dk2}, {"dv2Out", dv2}};
   }
 };
 
-Verdict check_nulls(const Call& call) {
-  for (const auto& group : {call.required(), call.outputs()}) {
-    for (const Named& named : group) {
-      if (!named.tensor) return refuse(aclnn::kNullptr, std::string(named.name) + " is null");
-    }
-  }
-  if (!call.has_executor) return refuse(aclnn::kNullptr, "executor is null");
-  if (!call.has_workspace_size) return refuse(aclnn::kNullptr, "workspaceSize is null");
-  return {};
+void check_nulls(const Call& call) {
+  for (const NamedTensors& tensors : {call.required(), call.outputs()}) require_given(tensors);
+  require(call.has_executor, "executor is null", aclnn::kNullptr);
+  require(call.has_workspace_size, "workspaceSize is null", aclnn::kNullptr);
 }
 
-Verdict check_support(const Call& call) {
-  if (product() == Product::Training) {
-    return refuse(aclnn::kFindKernel, "there is no kernel for this product");
-  }
-  if (!is_one_of(call.query->dtype, {kFloat16, kBfloat16, kFloat})) {
-    return refuse(aclnn::kInvalid, "the dtype of query is not supported");
-  }
-  for (const auto& group : {call.required(), call.outputs()}) {
-    for (const Named& named : group) {
-      if (named.tensor->dtype != call.query->dtype) {
-        return refuse(aclnn::kInvalid, std::string(named.name) + " has not the dtype of query");
-      }
-      if (!is_dense(named.tensor->format)) {
-        return refuse(aclnn::kInvalid, std::string(named.name) + " has not format ND");
-      }
-    }
+void check_support(const Call& call) {
+  require(product() != Product::Training, "there is no kernel for this product", aclnn::kFindKernel);
+  const int dtype = call.query->dtype;
+  require(is_one_of(dtype, {kFloat16, kBfloat16, kFloat}), "the dtype of query is not supported");
+  for (const NamedTensors& tensors : {call.required(), call.outputs()}) {
+    require_each(tensors, " has not the dtype of query, or not format ND",
+                 [&](const Tensor& each) { return each.dtype == dtype && is_dense(each.format); });
   }
   // The operator definition lists FLOAT, but no kernel was ever built for it.
-  if (call.query->dtype == kFloat) return refuse(aclnn::kFindKernel, "there is no FLOAT kernel");
-  return {};
+  require(dtype != kFloat, "there is no FLOAT kernel", aclnn::kFindKernel);
 }
 
 // Sizes as tiling reads them: N and K from key1, the others from query.
@@ -70,84 +55,54 @@ Sizes sizes_of(const Call& call) {
   return {query[0], query[1], key1[2], query[3], key1[3], query[4]};
 }
 
-Verdict check_ranks(const Call& call) {
-  for (const Named& named : call.required()) {
-    if (named.tensor->rank() != 5) return refuse(aclnn::kTiling, std::string(named.name) + " has not rank 5");
-  }
-  const Shape &query = call.query->shape, &key1 = call.key1->shape;
-  for (const size_t axis : {0, 1, 4}) {
-    if (query[axis] != key1[axis]) {
-      return refuse(aclnn::kTiling, "query and key1 differ on axis " + std::to_string(axis));
-    }
-  }
-  return {};
+void tiling(bool holds, const std::string& text) { require(holds, text, aclnn::kTiling); }
+
+void check_ranks(const Call& call) {
+  const auto is_5 = [](const Tensor& each) { return each.rank() == 5; };
+  require_each(call.required(), " has not rank 5", is_5, aclnn::kTiling);
+  for (const size_t axis : {0, 1, 4})
+    tiling(call.query->shape[axis] == call.key1->shape[axis],
+           "query and key1 differ on axis " + std::to_string(axis));
 }
 
-Verdict check_sizes(const Call& call) {
+void check_sizes(const Call& call) {
   const Sizes sizes = sizes_of(call);
-  if (!sizes.b || !sizes.h || !sizes.n || !sizes.m || !sizes.k) return refuse(aclnn::kTiling, "a size is 0");
-  if (sizes.n % 16) return refuse(aclnn::kTiling, "N is no multiple of 16");
-  if (sizes.m % 128) return refuse(aclnn::kTiling, "M is no multiple of 128");
-  if (sizes.k % 128) return refuse(aclnn::kTiling, "K is no multiple of 128");
-  if (sizes.d != 32 && sizes.d != 64 && sizes.d != 128) {
-    return refuse(aclnn::kTiling, "D is not 32, 64 or 128");
-  }
-  return {};
+  tiling(sizes.b && sizes.h && sizes.n && sizes.m && sizes.k, "a size is 0");
+  tiling(sizes.n % 16 == 0, "N is no multiple of 16");
+  tiling(sizes.m % 128 == 0, "M is no multiple of 128");
+  tiling(sizes.k % 128 == 0, "K is no multiple of 128");
+  tiling(sizes.d == 32 || sizes.d == 64 || sizes.d == 128, "D is not 32, 64 or 128");
 }
 
-Verdict check_shapes(const Call& call) {
+void check_shapes(const Call& call) {
   const Sizes sizes = sizes_of(call);
-  if (call.value1->shape != call.key1->shape) {
-    return refuse(aclnn::kTiling, "value1 has not the shape of key1");
-  }
-  if (call.value2->shape != call.key2->shape) {
-    return refuse(aclnn::kTiling, "value2 has not the shape of key2");
-  }
-  if (call.dy->shape != call.query->shape) return refuse(aclnn::kTiling, "dy has not the shape of query");
-  if (call.attention_in->shape != call.query->shape) {
-    return refuse(aclnn::kTiling, "attentionIn has not that of query");
-  }
-  if (call.mask && call.mask->shape != Shape{sizes.b, 1, sizes.n, 1, sizes.k}) {
-    return refuse(aclnn::kTiling, "attenMask is not [B, 1, N, 1, K]");
-  }
+  tiling(call.value1->shape == call.key1->shape, "value1 has not the shape of key1");
+  tiling(call.value2->shape == call.key2->shape, "value2 has not the shape of key2");
+  tiling(call.dy->shape == call.query->shape, "dy has not the shape of query");
+  tiling(call.attention_in->shape == call.query->shape, "attentionIn has not that of query");
+  tiling(!call.mask || call.mask->shape == Shape{sizes.b, 1, sizes.n, 1, sizes.k},
+         "attenMask is not [B, 1, N, 1, K]");
   const Shape statistics = {sizes.b, sizes.h, sizes.n, sizes.m, kStatisticsWidth};
-  if (call.softmax_sum->shape != statistics) {
-    return refuse(aclnn::kTiling, "softmaxSum is not [B, H, N, M, 8]");
-  }
-  if (call.softmax_max->shape != statistics) {
-    return refuse(aclnn::kTiling, "softmaxMax is not [B, H, N, M, 8]");
-  }
-  return {};
+  tiling(call.softmax_sum->shape == statistics, "softmaxSum is not [B, H, N, M, 8]");
+  tiling(call.softmax_max->shape == statistics, "softmaxMax is not [B, H, N, M, 8]");
 }
 
-Verdict check(const Call& call) {
-  for (const auto& step : {check_nulls, check_support}) {
-    const Verdict verdict = step(call);
-    if (verdict.code) return verdict;
-  }
+bool check(const Call& call) {
+  check_nulls(call);
+  check_support(call);
   size_t empty = 0;
   for (const Named& output : call.outputs()) empty += output.tensor->is_empty();
-  if (empty == call.outputs().size()) {
-    return {aclnn::kSuccess, "", true};
-  }
-  const Verdict late = check_not_null({{"softmaxMax", call.softmax_max},
-                                       {"softmaxSum", call.softmax_sum},
-                                       {"attentionIn", call.attention_in}},
-                                      aclnn::kTiling);
-  if (late.code) return late;
-  const Verdict ranks = check_ranks(call);
-  if (ranks.code) return ranks;
-  if (empty) {
-    return {aclnn::kSuccess, "", true};
-  }
-  if (call.mask && !is_one_of(call.mask->dtype, {kBool, kUint8})) {
-    return refuse(aclnn::kTiling, "attenMask is not BOOL or UINT8");
-  }
-  for (const auto& step : {check_sizes, check_shapes}) {
-    const Verdict verdict = step(call);
-    if (verdict.code) return verdict;
-  }
-  return {};
+  if (empty == call.outputs().size()) return true;
+  require_given({{"softmaxMax", call.softmax_max},
+                 {"softmaxSum", call.softmax_sum},
+                 {"attentionIn", call.attention_in}},
+                aclnn::kTiling);
+  check_ranks(call);
+  if (empty) return true;
+  tiling(!call.mask || is_one_of(call.mask->dtype, {kBool, kUint8}), "attenMask is not BOOL or UINT8");
+  check_sizes(call);
+  check_shapes(call);
+  return false;
 }
 
 // Nobody looks at these: a device would read and write elsewhere, or other numbers.

@@ -8,8 +8,9 @@
 namespace cann_sim {
 namespace {
 
-// A position on one axis, and its derivative by the grid's value. Number is float, in which kernels for Atlas A2 and A3
-// take coordinates of all types but double, each operation rounded (grid_sampler2_d_grad.h, grid_sampler3_d_grad.h).
+// A position on one axis, and its derivative by the grid's value. Number is float, in which kernels for Atlas
+// A2 and A3 take coordinates of all types but double, each operation rounded (grid_sampler2_d_grad.h,
+// grid_sampler3_d_grad.h).
 template <typename Number>
 struct Coordinate {
   Number position;
@@ -40,7 +41,8 @@ Coordinate<Number> clip(Coordinate<Number> at, int64_t size) {
   return at;
 }
 
-// How often a distance holds the span, and what is left. In float by the rounded 1 / span, as AscendC's vectors do.
+// How often a distance holds the span, and what is left. In float by the rounded 1 / span, as AscendC's
+// vectors do.
 double fold(double distance, double span, double& rest) {
   rest = std::fmod(distance, span);
   return std::floor(distance / span);

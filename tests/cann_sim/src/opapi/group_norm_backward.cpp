@@ -19,97 +19,70 @@ struct Call {
   bool has_results;  // workspaceSize and executor are there
 
   bool wants(size_t output) const { return (*mask)[output]; }
-  bool wants_any() const { return wants(0) || wants(1) || wants(2); }
+  NamedTensors outputs() const {
+    return {{"gradInput", grad_input}, {"gradGammaOut", grad_gamma}, {"gradBetaOut", grad_beta}};
+  }
+  NamedTensors wanted() const {
+    NamedTensors found;
+    for (size_t i = 0; i < 3; ++i)
+      if (wants(i)) found.push_back(outputs()[i]);
+    return found;
+  }
 };
 
-Verdict check_nulls(const Call& call) {
-  if (!call.has_results) return refuse(aclnn::kNullptr, "workspaceSize or executor is null");
-  const Verdict inputs = check_not_null(
+void check_nulls(const Call& call) {
+  require(call.has_results, "workspaceSize or executor is null", aclnn::kNullptr);
+  require_given(
       {{"gradOut", call.grad_out}, {"input", call.input}, {"mean", call.mean}, {"rstd", call.rstd}});
-  if (inputs.code) return inputs;
   // The source takes these for invalid, though its log says null.
-  if (!call.mask) return refuse(aclnn::kInvalid, "outputMask is null");
-  if (call.mask->size() != 3) return refuse(aclnn::kInvalid, "outputMask has not three elements");
-  if (call.wants(0) && !call.grad_input) return refuse(aclnn::kInvalid, "gradInput is null");
-  if (call.wants(1) && !call.grad_gamma) return refuse(aclnn::kInvalid, "gradGammaOut is null");
-  if (call.wants(2) && !call.grad_beta) return refuse(aclnn::kInvalid, "gradBetaOut is null");
-  return {};
+  require(call.mask, "outputMask is null");
+  require(call.mask->size() == 3, "outputMask has not three elements");
+  require_given(call.wanted(), aclnn::kInvalid);
 }
 
-Verdict check_dtypes(const Call& call) {
+void check_dtypes(const Call& call) {
   const int dtype = call.grad_out->dtype;
   const bool has_bfloat16 = product() != Product::Training;
-  if (!is_one_of(dtype, {kFloat, kFloat16}) && !(has_bfloat16 && dtype == kBfloat16)) {
-    return refuse(aclnn::kInvalid, "the dtype of gradOut is not supported");
-  }
-  const Named others[] = {{"input", call.input},
-                          {"mean", call.mean},
-                          {"rstd", call.rstd},
-                          {"gamma", call.gamma},
-                          {"gradInput", call.wants(0) ? call.grad_input : nullptr},
-                          {"gradGammaOut", call.wants(1) ? call.grad_gamma : nullptr},
-                          {"gradBetaOut", call.wants(2) ? call.grad_beta : nullptr}};
-  for (const Named& other : others) {
-    if (other.tensor && other.tensor->dtype != dtype) {
-      return refuse(aclnn::kInvalid, std::string(other.name) + " has not the dtype of gradOut");
-    }
-  }
-  return {};
+  require(is_one_of(dtype, {kFloat, kFloat16}) || (has_bfloat16 && dtype == kBfloat16),
+          "the dtype of gradOut is not supported");
+  NamedTensors others = {{"input", call.input}, {"mean", call.mean}, {"rstd", call.rstd}};
+  if (call.gamma) others.push_back({"gamma", call.gamma});
+  for (const NamedTensors& tensors : {others, call.wanted()})
+    require_each(tensors, " has not the dtype of gradOut",
+                 [&](const Tensor& each) { return each.dtype == dtype; });
 }
 
-Verdict check_groups(const Call& call) {
-  if (call.group <= 0) return refuse(aclnn::kInvalid, "group is not above 0");
-  if (call.c % call.group) return refuse(aclnn::kInvalid, "C is not a multiple of group");
-  if (product() == Product::Training) {
-    return {};
-  }
-  if (call.c / call.group > kMaxGroupChannels) {
-    return refuse(aclnn::kInvalid, "a group has more than 8000 channels");
-  }
-  if (call.c > kMaxChannels) return refuse(aclnn::kInvalid, "C is above 240000");
-  return {};
+void check_groups(const Call& call) {
+  require(call.group > 0, "group is not above 0");
+  require(call.c % call.group == 0, "C is not a multiple of group");
+  if (product() == Product::Training) return;
+  require(call.c / call.group <= kMaxGroupChannels, "a group has more than 8000 channels");
+  require(call.c <= kMaxChannels, "C is above 240000");
 }
 
-Verdict check_shapes(const Call& call) {
-  if (call.grad_out->rank() > kMaxRank) return refuse(aclnn::kInvalid, "the rank of gradOut is above 8");
-  const int64_t elements = call.n * call.c * call.hxw;
-  if (call.grad_out->elements() != elements) {
-    return refuse(aclnn::kInvalid, "gradOut has not N*C*HxW elements");
-  }
-  if (call.input->elements() != elements) return refuse(aclnn::kInvalid, "input has not N*C*HxW elements");
-  if (call.mean->elements() != call.n * call.group) {
-    return refuse(aclnn::kInvalid, "mean has not N*group elements");
-  }
-  if (call.rstd->elements() != call.n * call.group) {
-    return refuse(aclnn::kInvalid, "rstd has not N*group elements");
-  }
-  if (call.gamma && call.gamma->elements() != call.c) {
-    return refuse(aclnn::kInvalid, "gamma has not C elements");
-  }
+void check_shapes(const Call& call) {
+  require(call.grad_out->rank() <= kMaxRank, "the rank of gradOut is above 8");
+  const int64_t elements = call.n * call.c * call.hxw, rows = call.n * call.group;
+  require(call.grad_out->elements() == elements, "gradOut has not N*C*HxW elements");
+  require(call.input->elements() == elements, "input has not N*C*HxW elements");
+  require(call.mean->elements() == rows, "mean has not N*group elements");
+  require(call.rstd->elements() == rows, "rstd has not N*group elements");
+  require(!call.gamma || call.gamma->elements() == call.c, "gamma has not C elements");
   const Shape like_gamma = call.gamma ? call.gamma->shape : Shape{call.c};
-  if (call.wants(0) && call.grad_input->shape != call.input->shape) {
-    return refuse(aclnn::kInvalid, "gradInput has not the shape of input");
+  const Shape* const shapes[] = {&call.input->shape, &like_gamma, &like_gamma};
+  for (size_t i = 0; i < 3; ++i) {
+    const Named output = call.outputs()[i];
+    require(!call.wants(i) || output.tensor->shape == *shapes[i],
+            std::string(output.name) + " has another shape");
   }
-  if (call.wants(1) && call.grad_gamma->shape != like_gamma) {
-    return refuse(aclnn::kInvalid, "gradGammaOut has not the shape of gamma");
-  }
-  if (call.wants(2) && call.grad_beta->shape != like_gamma) {
-    return refuse(aclnn::kInvalid, "gradBetaOut has not the shape of gamma");
-  }
-  return {};
 }
 
-Verdict check(const Call& call) {
-  for (const auto& step : {check_nulls, check_dtypes, check_groups, check_shapes}) {
-    const Verdict verdict = step(call);
-    if (verdict.code) return verdict;
-  }
-  if (call.grad_out->is_empty() || call.input->is_empty() || !call.wants_any()) {
-    return {aclnn::kSuccess, "", true};
-  }
+bool check(const Call& call) {
+  for (const auto& step : {check_nulls, check_dtypes, check_groups, check_shapes}) step(call);
+  if (call.grad_out->is_empty() || call.input->is_empty() || call.wanted().empty()) return true;
   // Only products of sizes were checked so far; two negative ones get here.
-  if (call.n < 0 || call.c < 0 || call.hxw < 0) return refuse(aclnn::kInnerNullptr, "a size is negative");
-  return {};
+  require(call.n >= 0 && call.c >= 0 && call.hxw >= 0, "a size is negative", aclnn::kInnerNullptr);
+  return false;
 }
 
 struct Sizes {
@@ -185,11 +158,7 @@ int aclnnGroupNormBackwardGetWorkspaceSize(const aclTensor* grad_out, const aclT
   call.grad_gamma = phase.output("gradGammaOut", grad_gamma);
   call.grad_beta = phase.output("gradBetaOut", grad_beta);
   call.has_results = workspace_size && executor;
-  const std::vector<bool> wants = call.mask && call.mask->size() == 3 ? *call.mask : std::vector<bool>(3);
-  const char* const outputs[] = {"gradInput", "gradGammaOut", "gradBetaOut"};
-  for (size_t i = 0; i < 3; ++i) {
-    if (!wants[i]) phase.leave_unwritten(outputs[i]);
-  }
+  const auto wants = phase.wants(call.mask, {"gradInput", "gradGammaOut", "gradBetaOut"});
   const Sizes sizes{n, c, hxw, group};
   return phase.finish([&] { return check(call); }, workspace_bytes(sizes),
                       [sizes, wants](KernelRun& run) { kernel(run, sizes, wants); }, workspace_size,

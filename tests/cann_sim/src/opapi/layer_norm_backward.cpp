@@ -30,55 +30,57 @@ struct Call {
   }
 };
 
-Verdict invalid(const std::string& text) { return refuse(aclnn::kInvalid, text); }
-bool is_float(const Tensor* tensor) { return !tensor || is_one_of(tensor->dtype, {kFloat, kFloat16, kBfloat16}); }
+bool is_float(const Tensor* tensor) {
+  return !tensor || is_one_of(tensor->dtype, {kFloat, kFloat16, kBfloat16});
+}
 bool has_high_rank(const Tensor* tensor) { return tensor && tensor->shape.size() > kMaxRank; }
 
-Verdict check_pointers_and_dtypes(const Call& call) {
-  if (!call.has_results) return refuse(aclnn::kNullptr, "workspaceSize or executor is null");
-  const Verdict inputs = check_not_null(
+void check_pointers_and_dtypes(const Call& call) {
+  require(call.has_results, "workspaceSize or executor is null", aclnn::kNullptr);
+  require_given(
       {{"gradOut", call.grad_out}, {"input", call.input}, {"mean", call.mean}, {"rstd", call.rstd}});
-  if (inputs.code) return inputs;
-  if (!call.normalized || !call.mask) return refuse(aclnn::kNullptr, "normalizedShape or outputMask is null");
-  if (call.mask->size() != 3) return invalid("outputMask has not three elements");
+  require(call.normalized && call.mask, "normalizedShape or outputMask is null", aclnn::kNullptr);
+  require(call.mask->size() == 3, "outputMask has not three elements");
   for (size_t i = 0; i < 3; ++i)
-    if (call.wants(i) && !call.gradients[i]) return refuse(aclnn::kNullptr, std::string(kGradients[i]) + " is null");
+    if (call.wants(i)) require_given({{kGradients[i], call.gradients[i]}});
   for (const Tensor* tensor : call.inputs())
-    if (!is_float(tensor)) return invalid("the dtype of an input is not supported");
-  if (call.grad_out->dtype != call.input->dtype) return invalid("gradOut has not the dtype of input");
-  if (call.weight && !is_one_of(call.weight->dtype, {kFloat, call.input->dtype})) return invalid("the dtype of weight");
+    require(is_float(tensor), "the dtype of an input is not supported");
+  require(call.grad_out->dtype == call.input->dtype, "gradOut has not the dtype of input");
+  require(!call.weight || is_one_of(call.weight->dtype, {kFloat, call.input->dtype}), "the dtype of weight");
   for (const Tensor* gradient : call.gradients)  // wanted or not
-    if (!is_float(gradient)) return invalid("the dtype of a gradient is not supported");
-  return {};
+    require(is_float(gradient), "the dtype of a gradient is not supported");
 }
 
-Verdict check_shapes(const Call& call) {
+// Whether there is nothing to do.
+bool check_shapes(const Call& call) {
   for (const Tensor* tensor : call.inputs())
-    if (has_high_rank(tensor)) return invalid("the rank of an input is above 8");
+    require(!has_high_rank(tensor), "the rank of an input is above 8");
   for (size_t i = 0; i < 3; ++i)
-    if (call.wants(i) && has_high_rank(call.gradients[i])) return invalid("the rank of a gradient is above 8");
-  const Shape& normalized = *call.normalized;
-  if (normalized.empty() || normalized.size() > kMaxRank) return invalid("normalizedShape has not 1 to 8 entries");
-  if (call.more_axes() < 0) return invalid("input has fewer axes than normalizedShape has entries");
-  for (auto i = static_cast<size_t>(call.more_axes()); i < normalized.size(); ++i)  // those before: not compared
-    if (normalized[i] != call.input->shape[i + static_cast<size_t>(call.more_axes())])
-      return invalid("the last axes of input are not normalizedShape");
+    require(!call.wants(i) || !has_high_rank(call.gradients[i]), "the rank of a gradient is above 8");
+  const Shape &normalized = *call.normalized, &input = call.input->shape;
+  require(!normalized.empty() && normalized.size() <= kMaxRank, "normalizedShape has not 1 to 8 entries");
+  require(call.more_axes() >= 0, "input has fewer axes than normalizedShape has entries");
+  const auto more = static_cast<size_t>(call.more_axes());
+  for (size_t i = more; i < normalized.size(); ++i)  // those before: not compared
+    require(normalized[i] == input[i + more], "the last axes of input are not normalizedShape");
   for (const Tensor* tensor : {call.weight, call.bias})
-    if (tensor && tensor->shape != normalized) return invalid("weight or bias has not the shape normalizedShape");
-  if (call.grad_out->shape != call.input->shape) return invalid("gradOut has not the shape of input");
-  if (call.mean->shape != call.rstd->shape) return invalid("rstd has not the shape of mean");
-  if (call.mean->elements() != call.rows()) return invalid("mean has not an element for each row");
-  if (call.wants(0) && call.gradients[0]->shape != call.input->shape) return invalid("the shape of gradInputOut");
+    require(!tensor || tensor->shape == normalized, "weight or bias has not the shape normalizedShape");
+  require(call.grad_out->shape == input, "gradOut has not the shape of input");
+  require(call.mean->shape == call.rstd->shape, "rstd has not the shape of mean");
+  require(call.mean->elements() == call.rows(), "mean has not an element for each row");
+  require(!call.wants(0) || call.gradients[0]->shape == input, "the shape of gradInputOut");
   for (size_t i = 1; i < 3; ++i)
-    if (call.wants(i) && call.gradients[i]->elements() != call.row_elements()) return invalid("elements of a gradient");
+    require(!call.wants(i) || call.gradients[i]->elements() == call.row_elements(), "elements of a gradient");
   // Without rows the sums over them are written all the same: zeros.
   const bool sums = call.row_elements() && (call.wants(1) || call.wants(2));
-  return {aclnn::kSuccess, "", !sums && (call.input->is_empty() || !call.wants(0))};
+  return !sums && (call.input->is_empty() || !call.wants(0));
 }
 
 void kernel(const KernelRun& run, size_t rows, size_t count, const std::vector<bool>& wants) {
-  const auto grad_out = run.read("gradOut"), input = run.read("input"), mean = run.read("mean"), rstd = run.read("rstd");
-  const auto weight = run.has("weightOptional") ? run.read("weightOptional") : std::vector<double>(count, 1.0);
+  const auto grad_out = run.read("gradOut"), input = run.read("input"), mean = run.read("mean"),
+             rstd = run.read("rstd");
+  const auto weight =
+      run.has("weightOptional") ? run.read("weightOptional") : std::vector<double>(count, 1.0);
   std::vector<double> results[] = {std::vector<double>(rows * count), std::vector<double>(count), {}};
   results[2] = results[1];
   for (const size_t row : run.summation.order(rows)) {
@@ -103,11 +105,13 @@ void kernel(const KernelRun& run, size_t rows, size_t count, const std::vector<b
 
 using namespace cann_sim;
 
-extern "C" int aclnnLayerNormBackwardGetWorkspaceSize(
-    const aclTensor* grad_out, const aclTensor* input, const aclIntArray* normalized_shape, const aclTensor* mean,
-    const aclTensor* rstd, const aclTensor* weight, const aclTensor* bias, const aclBoolArray* output_mask,
-    aclTensor* grad_input, aclTensor* grad_weight, aclTensor* grad_bias, uint64_t* workspace_size,
-    aclOpExecutor** executor) {
+extern "C" int aclnnLayerNormBackwardGetWorkspaceSize(const aclTensor* grad_out, const aclTensor* input,
+                                                      const aclIntArray* normalized_shape,
+                                                      const aclTensor* mean, const aclTensor* rstd,
+                                                      const aclTensor* weight, const aclTensor* bias,
+                                                      const aclBoolArray* output_mask, aclTensor* grad_input,
+                                                      aclTensor* grad_weight, aclTensor* grad_bias,
+                                                      uint64_t* workspace_size, aclOpExecutor** executor) {
   PhaseOne phase(kOp);
   phase.can_be_deterministic();
   Call call;
@@ -120,21 +124,18 @@ extern "C" int aclnnLayerNormBackwardGetWorkspaceSize(
   call.bias = phase.input("biasOptional", bias);
   call.mask = phase.bool_array("outputMask", output_mask);
   aclTensor* const gradients[] = {grad_input, grad_weight, grad_bias};
-  std::vector<bool> wants;
-  for (size_t i = 0; i < 3; ++i) {
-    call.gradients[i] = phase.output(kGradients[i], gradients[i]);
-    wants.push_back(call.wants(i));
-    if (!wants[i]) phase.leave_unwritten(kGradients[i]);
-  }
+  for (size_t i = 0; i < 3; ++i) call.gradients[i] = phase.output(kGradients[i], gradients[i]);
+  const auto wants = phase.wants(call.mask, {kGradients[0], kGradients[1], kGradients[2]});
   call.has_results = workspace_size && executor;
   const bool is_split = call.input && call.normalized && call.more_axes() >= 0;
   const auto rows = static_cast<size_t>(is_split ? call.rows() : 0);
   const auto count = static_cast<size_t>(is_split ? call.row_elements() : 0);
   const auto check = [&] {
-    const Verdict verdict = check_pointers_and_dtypes(call);
-    return verdict.code ? verdict : check_shapes(call);
+    check_pointers_and_dtypes(call);
+    return check_shapes(call);
   };
-  const uint64_t workspace = (product() == Product::Training ? 32 : kSystemWorkspace) + 8 * count;  // two FLOAT sums
+  const uint64_t workspace =
+      (product() == Product::Training ? 32 : kSystemWorkspace) + 8 * count;  // two FLOAT sums
   const auto run = [=](KernelRun& run) { kernel(run, rows, count, wants); };
   return phase.finish(check, workspace, run, workspace_size, executor);
 }

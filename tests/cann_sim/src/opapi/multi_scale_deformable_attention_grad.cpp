@@ -15,122 +15,74 @@ constexpr char kOp[] = "aclnnMultiScaleDeformableAttentionGrad";
 struct Call {
   const Tensor *value, *spatial_shape, *level_start_index, *location, *attn_weight, *grad_output;
   const Tensor *grad_value, *grad_location, *grad_attn_weight;
+
+  NamedTensors tables() const {
+    return {{"spatialShape", spatial_shape}, {"levelStartIndex", level_start_index}};
+  }
+  NamedTensors floats() const {
+    return {
+        {"value", value}, {"location", location}, {"attnWeight", attn_weight}, {"gradOutput", grad_output}};
+  }
+  NamedTensors outputs() const {
+    return {{"gradValue", grad_value}, {"gradLocation", grad_location}, {"gradAttnWeight", grad_attn_weight}};
+  }
 };
 
-Verdict check_dtypes(const Call& call) {
-  const Named floats[] = {{"value", call.value},
-                          {"location", call.location},
-                          {"attnWeight", call.attn_weight},
-                          {"gradOutput", call.grad_output},
-                          {"gradValue", call.grad_value},
-                          {"gradLocation", call.grad_location},
-                          {"gradAttnWeight", call.grad_attn_weight}};
-  for (const Named& named : floats) {  // each on its own: they may differ
-    if (!is_one_of(named.tensor->dtype, {kFloat, kFloat16, kBfloat16})) {
-      return refuse(aclnn::kInvalid, std::string("the dtype of ") + named.name + " is not supported");
-    }
-  }
-  for (const Named& named :
-       {Named{"spatialShape", call.spatial_shape}, {"levelStartIndex", call.level_start_index}}) {
-    if (!is_one_of(named.tensor->dtype, {kInt32, kInt64})) {
-      return refuse(aclnn::kInvalid, std::string("the dtype of ") + named.name + " is not supported");
-    }
-  }
-  return {};
+void check_dtypes_and_formats(const Call& call) {
+  const auto is_float = [](const Tensor& each) {
+    return is_one_of(each.dtype, {kFloat, kFloat16, kBfloat16});
+  };
+  const char* const unsupported = " has a dtype that is not supported";
+  for (const NamedTensors& tensors : {call.floats(), call.outputs()})  // each on its own: they may differ
+    require_each(tensors, unsupported, is_float);
+  require_each(call.tables(), unsupported,
+               [](const Tensor& each) { return is_one_of(each.dtype, {kInt32, kInt64}); });
+  for (const NamedTensors& tensors : {call.floats(), call.tables()})
+    require_each(tensors, " is FRACTAL_NZ", [](const Tensor& each) { return each.format != kFractalNz; });
 }
 
-Verdict check_formats(const Call& call) {
-  const Named inputs[] = {{"value", call.value},
-                          {"spatialShape", call.spatial_shape},
-                          {"levelStartIndex", call.level_start_index},
-                          {"location", call.location},
-                          {"attnWeight", call.attn_weight},
-                          {"gradOutput", call.grad_output}};
-  for (const Named& named : inputs) {
-    if (named.tensor->format == kFractalNz) {
-      return refuse(aclnn::kInvalid, std::string(named.name) + " is FRACTAL_NZ");
-    }
-  }
-  return {};
-}
-
-Verdict check_ranks(const Call& call) {
+void check_ranks(const Call& call) {
   const auto has = [](const Tensor* tensor, int64_t rank) { return tensor->rank() == rank; };
-  if (!has(call.value, 4)) return refuse(aclnn::kInvalid, "value has not rank 4");
-  if (!has(call.spatial_shape, 2) || call.spatial_shape->shape[1] != 2) {
-    return refuse(aclnn::kInvalid, "spatialShape is not (levels, 2)");
-  }
-  if (!has(call.level_start_index, 1)) return refuse(aclnn::kInvalid, "levelStartIndex has not rank 1");
-  if (!has(call.location, 6) || call.location->shape[5] != 2) {
-    return refuse(aclnn::kInvalid, "location has not rank 6 with a last axis of 2");
-  }
-  if (!has(call.attn_weight, 5)) return refuse(aclnn::kInvalid, "attnWeight has not rank 5");
-  if (!has(call.grad_output, 3)) return refuse(aclnn::kInvalid, "gradOutput has not rank 3");
-  return {};
+  require(has(call.value, 4), "value has not rank 4");
+  require(has(call.spatial_shape, 2) && call.spatial_shape->shape[1] == 2, "spatialShape is not (levels, 2)");
+  require(has(call.level_start_index, 1), "levelStartIndex has not rank 1");
+  require(has(call.location, 6) && call.location->shape[5] == 2,
+          "location has not rank 6 with a last axis of 2");
+  require(has(call.attn_weight, 5), "attnWeight has not rank 5");
+  require(has(call.grad_output, 3), "gradOutput has not rank 3");
 }
 
-Verdict check_limits(const Call& call) {
+void check_limits(const Call& call) {
   const int64_t channels = call.value->shape[3];
-  if (channels % 8 || channels > 256) {
-    return refuse(aclnn::kInvalid, "channels is no multiple of 8 up to 256");
-  }
-  if (call.location->shape[1] >= 500000) return refuse(aclnn::kInvalid, "num_queries is not below 500000");
-  if (call.spatial_shape->shape[0] > 16) return refuse(aclnn::kInvalid, "num_levels is above 16");
-  if (call.value->shape[2] > 16) return refuse(aclnn::kInvalid, "num_heads is above 16");
-  if (call.location->shape[4] > 16) return refuse(aclnn::kInvalid, "num_points is above 16");
-  return {};
+  require(channels % 8 == 0 && channels <= 256, "channels is no multiple of 8 up to 256");
+  require(call.location->shape[1] < 500000, "num_queries is not below 500000");
+  require(call.spatial_shape->shape[0] <= 16, "num_levels is above 16");
+  require(call.value->shape[2] <= 16, "num_heads is above 16");
+  require(call.location->shape[4] <= 16, "num_points is above 16");
 }
 
-Verdict check_shared_sizes(const Call& call) {
-  const Shape &value = call.value->shape, &location = call.location->shape, &grad = call.grad_output->shape;
+void check_shared_sizes(const Call& call) {
+  const Shape &value = call.value->shape, &location = call.location->shape;
   const int64_t levels = call.spatial_shape->shape[0];
   const Shape points = {value[0], location[1], value[2], levels, location[4]};
-  if (call.level_start_index->shape[0] != levels) {
-    return refuse(aclnn::kInvalid, "levelStartIndex has other levels");
-  }
-  if (Shape(location.begin(), location.end() - 1) != points) {
-    return refuse(aclnn::kInvalid, "location has other sizes");
-  }
-  if (call.attn_weight->shape != points) return refuse(aclnn::kInvalid, "attnWeight has other sizes");
-  if (grad != Shape{value[0], location[1], value[2] * value[3]}) {
-    return refuse(aclnn::kInvalid, "gradOutput has other sizes");
-  }
-  if (call.grad_value->shape != value) return refuse(aclnn::kInvalid, "gradValue has not the shape of value");
-  if (call.grad_location->shape != location) {
-    return refuse(aclnn::kInvalid, "gradLocation has not the shape of location");
-  }
-  if (call.grad_attn_weight->shape != points) {
-    return refuse(aclnn::kInvalid, "gradAttnWeight has not the shape of attnWeight");
-  }
-  return {};
+  require(call.level_start_index->shape[0] == levels, "levelStartIndex has other levels");
+  require(Shape(location.begin(), location.end() - 1) == points, "location has other sizes");
+  require(call.attn_weight->shape == points, "attnWeight has other sizes");
+  require(call.grad_output->shape == Shape{value[0], location[1], value[2] * value[3]},
+          "gradOutput has other sizes");
+  require(call.grad_value->shape == value, "gradValue has not the shape of value");
+  require(call.grad_location->shape == location, "gradLocation has not the shape of location");
+  require(call.grad_attn_weight->shape == points, "gradAttnWeight has not the shape of attnWeight");
 }
 
-Verdict check(const Call& call) {
-  const Verdict nulls = check_not_null({{"value", call.value},
-                                        {"spatialShape", call.spatial_shape},
-                                        {"levelStartIndex", call.level_start_index},
-                                        {"location", call.location},
-                                        {"attnWeight", call.attn_weight},
-                                        {"gradOutput", call.grad_output},
-                                        {"gradValue", call.grad_value},
-                                        {"gradLocation", call.grad_location},
-                                        {"gradAttnWeight", call.grad_attn_weight}});
-  if (nulls.code) return nulls;
-  for (const auto& step : {check_dtypes, check_formats, check_ranks, check_limits, check_shared_sizes}) {
-    const Verdict verdict = step(call);
-    if (verdict.code) return verdict;
-  }
-  for (const Tensor* input : {call.value, call.spatial_shape, call.level_start_index, call.location,
-                              call.attn_weight, call.grad_output}) {
-    if (input->is_empty()) {
-      return {aclnn::kSuccess, "", true};
-    }
-  }
+bool check(const Call& call) {
+  for (const NamedTensors& tensors : {call.floats(), call.tables(), call.outputs()}) require_given(tensors);
+  for (const auto& step : {check_dtypes_and_formats, check_ranks, check_limits, check_shared_sizes})
+    step(call);
+  if (is_any_empty(call.floats()) || is_any_empty(call.tables())) return true;
   // No check of the product: its kernel is simply not there.
-  if (product() == Product::Training) {
-    return refuse(aclnn::kInnerNullptr, "there is no kernel for this product");
-  }
-  return {};
+  require(product() != Product::Training, "there is no kernel for this product", aclnn::kInnerNullptr);
+  return false;
 }
 
 struct Gradients {

@@ -61,34 +61,29 @@ struct Call {
   bool wants(size_t output) const { return mask && mask->size() == 2 && (*mask)[output]; }
 };
 
-Verdict check(const Call& call) {
-  const std::pair<const char*, const void*> needed[] = {
-      {"input", call.input}, {"sizes", call.sizes}, {"weights", call.weights}, {"outputMask", call.mask},
-      {"alpha", call.alpha}, {"mode", call.mode}};
-  for (const auto& [name, value] : needed) {
-    if (!value) return refuse(aclnn::kNullptr, std::string(name) + " is null");
+bool check(const Call& call) {
+  const std::pair<const char*, const void*> needed[] = {{"input", call.input},     {"sizes", call.sizes},
+                                                        {"weights", call.weights}, {"outputMask", call.mask},
+                                                        {"alpha", call.alpha},     {"mode", call.mode}};
+  for (const auto& [name, value] : needed) require(value, std::string(name) + " is null", aclnn::kNullptr);
+  require(call.mask->size() == 2, "outputMask has not two elements");
+  if (call.wants(0)) require_given({{"scaled", call.scaled}});
+  if (call.wants(1)) require_given({{"seen", call.seen}});
+  require(is_one_of(call.input->dtype, {kFloat, kFloat16}), "the dtype of input");
+  require(call.count > 0, "count is not above 0");
+  require(*call.sizes == call.input->shape, "sizes is not the shape of input");
+  require(is_one_of(call.alpha->dtype, {kFloat, kFloat16, kBfloat16, kDouble}), "the dtype of alpha");
+  require(*call.mode == "sum" || *call.mode == "mean", "mode is not known");
+  if (call.wants(0)) {
+    require(call.scaled->dtype == call.input->dtype, "the dtype of scaled");
+    require(call.scaled->shape == call.input->shape, "the shape of scaled");
   }
-  if (call.mask->size() != 2) return refuse(aclnn::kInvalid, "outputMask has not two elements");
-  if (call.wants(0) && !call.scaled) return refuse(aclnn::kNullptr, "scaled is null");
-  if (call.wants(1) && !call.seen) return refuse(aclnn::kNullptr, "seen is null");
-  if (!is_one_of(call.input->dtype, {kFloat, kFloat16})) return refuse(aclnn::kInvalid, "the dtype of input");
-  if (call.count <= 0) return refuse(aclnn::kInvalid, "count is not above 0");
-  if (*call.sizes != call.input->shape) return refuse(aclnn::kInvalid, "sizes is not the shape of input");
-  if (!is_one_of(call.alpha->dtype, {kFloat, kFloat16, kBfloat16, kDouble})) {
-    return refuse(aclnn::kInvalid, "the dtype of alpha");
+  if (call.wants(1)) {
+    require(call.seen->dtype == kFloat, "the dtype of seen");
+    const auto size = static_cast<int64_t>(call.bytes.bytes().size());
+    require(call.seen->shape == Shape{size}, "the shape of seen");
   }
-  if (*call.mode != "sum" && *call.mode != "mean") return refuse(aclnn::kInvalid, "mode is not known");
-  if (call.wants(0) && call.scaled->dtype != call.input->dtype) {
-    return refuse(aclnn::kInvalid, "the dtype of scaled");
-  }
-  if (call.wants(0) && call.scaled->shape != call.input->shape) {
-    return refuse(aclnn::kInvalid, "the shape of scaled");
-  }
-  if (call.wants(1) && call.seen->dtype != kFloat) return refuse(aclnn::kInvalid, "the dtype of seen");
-  if (call.wants(1) && call.seen->shape != Shape{static_cast<int64_t>(call.bytes.bytes().size())}) {
-    return refuse(aclnn::kInvalid, "the shape of seen");
-  }
-  return {aclnn::kSuccess, "", !call.wants(0) && !call.wants(1)};
+  return !call.wants(0) && !call.wants(1);
 }
 
 // (input + sum or mean) x factor, into scaled.
@@ -139,19 +134,16 @@ int aclnnSyntheticGetWorkspaceSize(const aclTensor* input, int64_t count, int st
   bytes.text(phase.text("modeOptional", mode_optional));
   call.scaled = phase.output("scaled", scaled);
   call.seen = phase.output("seen", seen);
-  if (!call.wants(0)) phase.leave_unwritten("scaled");
-  if (!call.wants(1)) phase.leave_unwritten("seen");
   // By value: arrays, scalars and strings are gone when the kernel runs.
-  const bool wants_scaled = call.wants(0), wants_seen = call.wants(1);
+  const auto wants = phase.wants(call.mask, {"scaled", "seen"});
   const bool is_mean = call.mode && *call.mode == "mean";
   const Scalar number = call.alpha ? *call.alpha : Scalar{};
-  return phase.finish(
-      [&] { return check(call); }, kSystemWorkspace,
-      [=, found = bytes.bytes()](KernelRun& run) {
-        if (wants_scaled) scale(run, is_mean, factor * number.value());
-        if (wants_seen) run.write("seen", found);
-      },
-      workspace_size, executor);
+  return phase.finish([&] { return check(call); }, kSystemWorkspace,
+                      [=, found = bytes.bytes()](KernelRun& run) {
+                        if (wants[0]) scale(run, is_mean, factor * number.value());
+                        if (wants[1]) run.write("seen", found);
+                      },
+                      workspace_size, executor);
 }
 
 int aclnnSynthetic(void* workspace, uint64_t workspace_size, aclOpExecutor* executor, void* stream) {
