@@ -33,6 +33,8 @@ Execute = Callable[[Iterator[backward_pb2.ExecuteRequest], Context], Iterator[ba
 INFO = ExecutionInfo("test", "test:0", Product.ATLAS_A2, simulated=True, request_id="abc123")
 STREAMED, UNARY = 0, 2**40
 """Values of `Client(stream_from_bytes=...)` that force one way or the other."""
+LOOKAHEAD_BYTES = 2 * 2**20
+"""How much of an upload passes that no handler reads: the rest stands still."""
 STATUS_KEY = "grpc-status-details-bin"
 _SERVICE = "npugrad.v1.BackwardService"
 
@@ -74,7 +76,12 @@ def fake_service(
     seen = Seen()
     server = grpc.server(
         futures.ThreadPoolExecutor(8),
-        options=[("grpc.max_receive_message_length", max_message_bytes), ("grpc.so_reuseport", 0)],
+        options=[
+            ("grpc.max_receive_message_length", max_message_bytes),
+            ("grpc.so_reuseport", 0),
+            ("grpc.http2.bdp_probe", 0),
+            ("grpc.http2.lookahead_bytes", LOOKAHEAD_BYTES),
+        ],
     )
     _add(server, seen, *_handlers(before, unary or zeros, execute or stream_zeros))
     if is_serving is not None:

@@ -42,8 +42,8 @@ def sized(mib: int) -> dict[str, Any]:
     return group_norm(hxw=mib * MIB // 4 // 8)
 
 
-LARGE_MIB = 16
-"""Of each operand: more than a connection holds of what its server does not read, which is 5 MiB."""
+LARGE_MIB = 4
+"""Of each operand: both are more than passes while the server does not read, which is 2 MiB."""
 
 
 class Stop(BaseException):
