@@ -9,6 +9,7 @@ It has never met a real cluster: what is tested is what it says without one, and
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import shutil
@@ -53,47 +54,26 @@ class Cluster:
     """A namespace of a cluster, by kubectl."""
 
     def __init__(self, context: str, namespace: str) -> None:
-        """Looks for kubectl, and asks whether the cluster answers.
-
-        Args:
-            context: Name of a context of kubectl's configuration.
-            namespace: Where everything is put.
-
-        Raises:
-            Skipped: There is no kubectl, or nobody answers.
-        """
+        """Looks for kubectl, and asks whether the cluster of a context answers; else raises `Skipped`."""
         found = shutil.which("kubectl")
         if found is None:
             raise Skipped("kubectl is not installed")
         self._command, self.namespace = [found, "--context", context], namespace
-        answer = self._run("get", "--raw", "/readyz", f"--request-timeout={_ANSWER_S}s", timeout_s=_COMMAND_S)
+        answer = self._run("get", "--raw", "/readyz", f"--request-timeout={_ANSWER_S}s")
         if answer.returncode:
             said = (answer.stderr.strip().splitlines() or ["nothing"])[-1]
             raise Skipped(f"the context {context} does not answer: {said}")
 
     def _run(
-        self, *arguments: str, given: str | None = None, timeout_s: float
+        self, *arguments: str, given: str | None = None, timeout_s: float = _COMMAND_S
     ) -> subprocess.CompletedProcess[str]:
+        command = [*self._command, *arguments]
         return subprocess.run(
-            [*self._command, *arguments],
-            input=given,
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            check=False,
+            command, input=given, capture_output=True, text=True, timeout=timeout_s, check=False
         )
 
     def do(self, *arguments: str, objects: Sequence[Any] = (), timeout_s: float = _COMMAND_S) -> str:
-        """Runs kubectl in the namespace, and returns what it prints.
-
-        Args:
-            arguments: Its arguments.
-            objects: What it reads from standard input, where ``-`` is among the arguments.
-            timeout_s: Seconds it may take.
-
-        Raises:
-            Failed: It did not succeed.
-        """
+        """Runs kubectl in the namespace on objects that it reads as ``-``, and returns what it prints."""
         given = yaml.safe_dump_all(objects) if objects else None
         done = self._run("--namespace", self.namespace, *arguments, given=given, timeout_s=timeout_s)
         if done.returncode:
@@ -101,32 +81,38 @@ class Cluster:
         return done.stdout
 
     @contextmanager
+    def lines(self, *arguments: str, timeout_s: float) -> Iterator[Iterator[str]]:
+        """What kubectl prints while it runs, for a block; it may wait so long for each line."""
+        command = [*self._command, "--namespace", self.namespace, *arguments]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+
+            def read() -> Iterator[str]:
+                assert process.stdout is not None
+                while True:
+                    watchdog = threading.Timer(timeout_s, process.kill)
+                    watchdog.start()
+                    line = process.stdout.readline()
+                    watchdog.cancel()
+                    if not line:
+                        return
+                    yield line
+
+            try:
+                yield read()
+            finally:
+                process.terminate()
+
+    @contextmanager
     def forwarded(self, workload: str) -> Iterator[dict[str, int]]:
         """Ports of this machine that lead to one pod of a workload, by name."""
-        command = [
-            *self._command,
-            "--namespace",
-            self.namespace,
-            "port-forward",
-            "--address=127.0.0.1",
-            workload,
-        ]
-        with subprocess.Popen(
-            [*command, *(f":{port}" for port in _PORTS.values())], stdout=subprocess.PIPE, text=True
-        ) as process:
-            watchdog = threading.Timer(_COMMAND_S, process.kill)
-            watchdog.start()
-            try:
-                assert process.stdout is not None
-                lines = [process.stdout.readline() for _ in _PORTS]
-                watchdog.cancel()
-                found = {line.split()[4]: int(line.split()[2].rpartition(":")[2]) for line in lines if line}
-                if len(found) < len(_PORTS):
-                    raise Failed(f"port-forward {workload}: found {lines}; expected a line for each port")
-                yield {name: found[str(port)] for name, port in _PORTS.items()}
-            finally:
-                watchdog.cancel()
-                process.terminate()
+        ports = [f":{port}" for port in _PORTS.values()]
+        arguments = ("port-forward", "--address=127.0.0.1", workload, *ports)
+        with self.lines(*arguments, timeout_s=_COMMAND_S) as lines:
+            told = [line.split() for line in itertools.islice(lines, len(ports))]
+            found = {words[4]: int(words[2].rpartition(":")[2]) for words in told}
+            if len(found) < len(ports):
+                raise Failed(f"port-forward {workload}: found {told}; expected a line for each port")
+            yield {name: found[str(port)] for name, port in _PORTS.items()}
 
 
 # ------------------------------------------------------------------------------------------- objects
@@ -143,9 +129,7 @@ def release_of(options: argparse.Namespace, namespace: str) -> list[dict[str, An
 
 def secret_of(authority: trustme.CA, namespace: str) -> dict[str, Any]:
     """A certificate for the Services and for a port-forward, with its authority."""
-    issued = authority.issue_cert(
-        "127.0.0.1", *(f"{name}.{namespace}" for name in (NAME, f"{NAME}-headless"))
-    )
+    issued = authority.issue_cert("127.0.0.1", f"{NAME}.{namespace}", f"{NAME}-headless.{namespace}")
     content = {
         "tls.crt": issued.cert_chain_pems[0].bytes(),
         "tls.key": issued.private_key_pem.bytes(),
@@ -174,10 +158,10 @@ def load_of(release: Sequence[dict[str, Any]], namespace: str) -> list[dict[str,
         "command": ["python", "/load/cluster_load.py", target, "/tls/ca.crt"],
         "resources": {"requests": quantities, "limits": quantities},
         "securityContext": server["securityContext"],
-        "volumeMounts": [
-            {"name": name, "mountPath": f"/{name}", "readOnly": True} for name in ("load", "tls")
-        ],
+        "volumeMounts": [{"name": n, "mountPath": f"/{n}", "readOnly": True} for n in ("load", "tls")],
     }
+    # Not the key: a caller needs to know whom to trust.
+    authority = {"secretName": f"{NAME}-tls", "items": [{"key": "ca.crt", "path": "ca.crt"}]}
     spec = {
         "restartPolicy": "Never",
         "automountServiceAccountToken": False,
@@ -186,22 +170,14 @@ def load_of(release: Sequence[dict[str, Any]], namespace: str) -> list[dict[str,
         "containers": [container],
         "volumes": [
             {"name": "load", "configMap": {"name": LOAD}},
-            # Not the key: a caller needs to know whom to trust.
-            {
-                "name": "tls",
-                "secret": {"secretName": f"{NAME}-tls", "items": [{"key": "ca.crt", "path": "ca.crt"}]},
-            },
+            {"name": "tls", "secret": authority},
         ],
     } | {name: pod[name] for name in ("imagePullSecrets",) if name in pod}
     job = {"backoffLimit": 0, "activeDeadlineSeconds": _ROLLOUT_S + _INSTALL_S, "template": {"spec": spec}}
+    program = {"apiVersion": "v1", "kind": "ConfigMap", "data": {"cluster_load.py": script}}
     return [
-        {
-            "apiVersion": "v1",
-            "kind": "ConfigMap",
-            "metadata": {"name": LOAD},
-            "data": {"cluster_load.py": script},
-        },
-        {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": LOAD}, "spec": job},
+        {"metadata": {"name": LOAD}, **each}
+        for each in (program, {"apiVersion": "batch/v1", "kind": "Job", "spec": job})
     ]
 
 
@@ -209,18 +185,13 @@ def load_of(release: Sequence[dict[str, Any]], namespace: str) -> list[dict[str,
 
 
 def tried(cluster: Cluster, options: argparse.Namespace) -> Iterator[str]:
-    """Takes every step, and says what came of it.
-
-    Raises:
-        Failed: A step did not do what it should.
-    """
+    """Takes every step, and says what came of it; else raises `Failed`."""
     authority, release = trustme.CA(), release_of(options, cluster.namespace)
-    labels = {"pod-security.kubernetes.io/enforce": "restricted"}
-    home = {
-        "apiVersion": "v1",
-        "kind": "Namespace",
-        "metadata": {"name": cluster.namespace, "labels": labels},
+    metadata = {
+        "name": cluster.namespace,
+        "labels": {"pod-security.kubernetes.io/enforce": "restricted"},
     }
+    home = {"apiVersion": "v1", "kind": "Namespace", "metadata": metadata}
     objects = [secret_of(authority, cluster.namespace), *release]
     load = load_of(release, cluster.namespace)
     cluster.do("create", "--filename=-", objects=[home])
@@ -284,22 +255,13 @@ def _rolled(cluster: Cluster, load: Sequence[dict[str, Any]]) -> str:
 
 def _counted(cluster: Cluster, least: int) -> dict[str, Any]:
     """The last counts of the load, once it has made so many calls: kubectl follows its log."""
-    following = ("logs", f"job/{LOAD}", "--follow", "--tail=1")
-    command = [*cluster._command, "--namespace", cluster.namespace, *following]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        watchdog = threading.Timer(_INSTALL_S, process.kill)
-        watchdog.start()
-        try:
-            assert process.stdout is not None
-            for line in process.stdout:
-                if not line.startswith("{"):
-                    continue  # a log line: kubectl mixes both outputs of a container
-                counts: dict[str, Any] = json.loads(line)
-                if counts["calls"] >= least:
-                    return counts
-        finally:
-            watchdog.cancel()
-            process.kill()
+    with cluster.lines("logs", f"job/{LOAD}", "--follow", "--tail=1", timeout_s=_INSTALL_S) as lines:
+        for line in lines:
+            if not line.startswith("{"):
+                continue  # a log line: kubectl mixes both outputs of a container
+            counts: dict[str, Any] = json.loads(line)
+            if counts["calls"] >= least:
+                return counts
     raise Failed(f"load: its log ended before {least} calls")
 
 

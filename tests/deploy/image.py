@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -158,23 +159,16 @@ def make_image(build: list[str]) -> None:
 
 
 def step(name: str, *command: str | Path) -> str:
-    """Runs one command, its output in two files; prints how long it took and returns its standard output.
-
-    Raises:
-        Failed: It failed; with the end of the log.
-    """
+    """Runs one command, its output in two files; prints how long it took and returns its standard output."""
     told, errors = (WORK / f"{name.replace(' ', '-')}.{kind}" for kind in ("out", "log"))
     WORK.mkdir(parents=True, exist_ok=True)
     started_s = time.monotonic()
     with told.open("w") as out, errors.open("w") as log:
         done = subprocess.run(list(map(str, command)), cwd=ROOT, stdout=out, stderr=log, check=False)
     if done.returncode:
-        end = [
-            line for path in (told, errors) for line in path.read_text(errors="replace").splitlines()[-30:]
-        ]
-        raise Failed(
-            "\n".join([f"{name}: exit code {done.returncode}; the end of {told} and {errors}:", *end])
-        )
+        ends = (path.read_text(errors="replace").splitlines()[-30:] for path in (told, errors))
+        lines = [f"{name}: exit code {done.returncode}; the end of {told} and {errors}:", *chain(*ends)]
+        raise Failed("\n".join(lines))
     print(f"image: {name}: {time.monotonic() - started_s:.1f} s", flush=True)
     return told.read_text()
 
@@ -250,9 +244,8 @@ def ask(running: ServerProcess, pid: int) -> None:
     started_s = time.monotonic()
     calls = call_all(running.address)
     print(f"image: {calls} calls of all operators within tolerance: {time.monotonic() - started_s:.1f} s")
-    expect(
-        "pages", [running.page(path)[0] for path in ("/livez", "/readyz", "/metrics", "/")], [200] * 3 + [404]
-    )
+    pages = [running.page(path)[0] for path in ("/livez", "/readyz", "/metrics", "/")]
+    expect("pages", pages, [200] * 3 + [404])
     started_s = time.monotonic()
     os.kill(pid, signal.SIGTERM)
     expect("exit code after SIGTERM", running.wait(), 0)
@@ -260,11 +253,7 @@ def ask(running: ServerProcess, pid: int) -> None:
 
 
 def expect(what: str, found: object, expected: object) -> None:
-    """Compares.
-
-    Raises:
-        Failed: They differ.
-    """
+    """Compares; raises `Failed` where they differ."""
     if found != expected:
         raise Failed(f"{what}: found {found!r}; expected {expected!r}")
     print(f"image: {what}: {found}")

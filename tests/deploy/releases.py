@@ -135,7 +135,7 @@ class Release:
     def __init__(self, profile: str, *others: dict[str, Any]) -> None:
         self.profile, self._others = profile, others
         self.objects = render(values_of(profile, *others))
-        self.deployment = self.objects["Deployment", NAME]
+        (self.deployment,) = (made for (kind, _), made in self.objects.items() if kind == "Deployment")
         self.pod: dict[str, Any] = self.deployment["spec"]["template"]["spec"]
         (self.server,) = self.pod["containers"]
 

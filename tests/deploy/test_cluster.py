@@ -19,7 +19,7 @@ from kubernetes_validate.utils import all_versions, major_minor
 from packaging.version import Version
 from tests.deploy import cluster
 from tests.deploy.cluster import USAGE, load_of, main, secret_of
-from tests.deploy.releases import MUTUAL, NAME, ROOT, render, values_of
+from tests.deploy.releases import MUTUAL, NAME, ROOT, Release, render, values_of
 from tests.fix_server import run_server
 from tests.fix_tls import Certificates
 
@@ -113,37 +113,30 @@ def test_its_load_counts_calls_and_those_that_fail(certificates: Certificates, t
 
 @pytest.mark.parametrize(("profile", "cards"), [("mindcluster", 1), ("mindcluster", 4), ("cpu", 1)])
 def test_preflight_asks_for_what_a_pod_of_the_chart_requests(profile: str, cards: int) -> None:
-    values = values_of(profile, {} if profile == "cpu" else {"devices": {"count": cards}})
-    deployment = render(values)["Deployment", NAME]
-    (container,) = deployment["spec"]["template"]["spec"]["containers"]
-    wanted = request_of(profile, cards, "910b", "")
-    limits = container["resources"]["limits"]
-    assert (float(limits["cpu"]), limits["memory"]) == (
-        wanted.cpus,
-        f"{wanted.memory_bytes / 2**30:g}Gi",
-    )
+    found = Release(profile, {} if profile == "cpu" else {"devices": {"count": cards}})
+    wanted, limits = request_of(profile, cards, "910b", ""), found.server["resources"]["limits"]
+    memory = f"{wanted.memory_bytes / 2**30:g}Gi"
+    assert (float(limits["cpu"]), limits["memory"]) == (wanted.cpus, memory)
 
 
 def test_the_chart_s_load_test_has_a_certificate_of_its_own_and_never_the_server_s_key() -> None:
     """gRPC refuses the server's certificate from a client: cert-manager issues it for servers only."""
     load_test = {"enabled": True, "image": "bench", "clientSecretName": "load-test"}
-    values = values_of("cpu", MUTUAL, {"loadTest": load_test})
-    pod = render(values)["Job", f"{NAME}-load-test"]["spec"]["template"]["spec"]
+    job = Release("cpu", MUTUAL, {"loadTest": load_test}).objects["Job", f"{NAME}-load-test"]
+    assert job["metadata"]["annotations"]["helm.sh/hook"] == "test"  # a Job in a release cannot be upgraded
+    pod = job["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
     secrets = {each["name"]: each["secret"] for each in pod["volumes"] if "secret" in each}
-    mounted = {
-        each["mountPath"]: secrets[each["name"]]
-        for each in pod["containers"][0]["volumeMounts"]
-        if each["name"] in secrets
-    }
+    mounts = [each for each in container["volumeMounts"] if each["name"] in secrets]
+    mounted = {each["mountPath"]: secrets[each["name"]] for each in mounts}
     authority, own = mounted["/etc/npugrad/tls"], mounted["/etc/npugrad/client"]
-    assert (authority["secretName"], authority["items"]) == (
-        f"{NAME}-tls",
-        [{"key": "ca.crt", "path": "ca.crt"}],
-    )
+    assert authority["secretName"] == f"{NAME}-tls"
+    assert authority["items"] == [{"key": "ca.crt", "path": "ca.crt"}]
     assert own["secretName"] == "load-test"
-    args = pod["containers"][0]["args"]
+    args = container["args"]
     paths = [arg.partition("=")[2] for arg in args if arg.startswith("--tls-")]
     assert paths == [f"/etc/npugrad/{name}" for name in ("tls/ca.crt", "client/tls.crt", "client/tls.key")]
+    assert Slo.parse(args[args.index("--slo") + 1]).objectives
 
 
 def test_the_chart_s_load_test_runs_where_the_server_may_and_reaches_it() -> None:
@@ -154,20 +147,11 @@ def test_the_chart_s_load_test_runs_where_the_server_may_and_reaches_it() -> Non
     }
     edge = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "edge"}}}
     policy = {"networkPolicy": {"enabled": True, "clients": [edge]}}
-    release = render(values_of("cpu", where, policy, {"loadTest": {"enabled": True, "image": "bench"}}))
-    template = release["Job", f"{NAME}-load-test"]["spec"]["template"]
-    server = release["Deployment", NAME]["spec"]["template"]["spec"]
+    found = Release("cpu", where, policy, {"loadTest": {"enabled": True, "image": "bench"}})
+    template = found.objects["Job", f"{NAME}-load-test"]["spec"]["template"]
     for name in ("nodeSelector", "tolerations", "imagePullSecrets"):
-        assert template["spec"][name] == server[name]
+        assert template["spec"][name] == found.pod[name]
     assert template["spec"]["containers"][0]["imagePullPolicy"] == "Always"
-    first, own = release["NetworkPolicy", NAME]["spec"]["ingress"][0]["from"]
+    first, own = found.objects["NetworkPolicy", NAME]["spec"]["ingress"][0]["from"]
     assert first == edge
     assert own["podSelector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
-
-
-def test_the_chart_s_own_load_test_has_objectives_that_bench_reads() -> None:
-    values = values_of("cpu", {"loadTest": {"enabled": True, "image": "bench"}})
-    job = render(values)["Job", f"{NAME}-load-test"]
-    assert job["metadata"]["annotations"]["helm.sh/hook"] == "test"  # a Job in a release cannot be upgraded
-    args = job["spec"]["template"]["spec"]["containers"][0]["args"]
-    assert Slo.parse(args[args.index("--slo") + 1]).objectives

@@ -89,40 +89,30 @@ def test_both_stages_stand_on_one_base_that_a_builder_can_choose(project: dict[s
     assert version in SpecifierSet(project["project"]["requires-python"])
 
 
-def test_runtime_stage_runs_nothing() -> None:
+def test_runtime_stage_runs_nothing_and_knows_no_package_index() -> None:
     """Without RUN there is nothing to clean up: no package lists, no caches, no compiler."""
     allowed = {"FROM", "LABEL", "COPY", "ENV", "WORKDIR", "USER", "EXPOSE", "STOPSIGNAL", "ENTRYPOINT", "CMD"}
     assert RUNTIME.keys() <= allowed
-
-
-def test_package_index_never_reaches_the_image() -> None:
     asked = {value for value in BUILD["ARG"] if value.startswith("PIP_")}
     assert asked == {"PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS", "PIP_NO_INDEX"}
     assert "PIP_" not in str(RUNTIME)
 
 
-def test_every_install_is_pinned() -> None:
+def test_every_install_is_pinned_and_no_installer_is_in_the_image() -> None:
     installs = [each for each in commands() if each[0].endswith("pip") and "install" in each]
     assert len(installs) == 3
     assert {each[0] for each in installs} == {"/opt/build/bin/pip"}
     assert all({"--require-hashes", "--constraint"} & {*each} for each in installs), installs
     others = {"apt", "apt-get", "yum", "dnf", "curl", "wget"}
     assert not [each for each in commands() if others & set(" ".join(each).split())]
-
-
-def test_environment_of_the_image_gets_no_installer() -> None:
-    """What installs is in the build stage."""
     (made,) = (each for each in commands() if "venv" in each and "/opt/npugrad" in each)
     assert "--without-pip" in made
 
 
-def test_image_runs_as_the_account_that_owns_ascend_devices() -> None:
+def test_image_runs_as_the_account_that_owns_ascend_devices_and_writes_under_its_home() -> None:
     assert RUNTIME["USER"] == ["1000:1000"]
     assert "--from=build /etc/passwd /etc/group /etc/" in RUNTIME["COPY"]
     assert f"--from=build --chown=1000:1000 {HOME} {HOME}" in RUNTIME["COPY"]
-
-
-def test_whatever_writes_writes_under_home() -> None:
     environment = RECIPE.envs  # of the last stage
     assert environment["HOME"] == HOME
     assert RUNTIME["WORKDIR"] == [HOME]
@@ -148,9 +138,7 @@ def test_image_without_kernels_has_to_be_asked_for() -> None:
         for part in ("deploy/image/compiler.sh", "pip wheel", "deploy/image/check.sh")
     )
     assert compiler < wheel < check == len(made) - 1
-
-
-def test_compiler_stays_in_the_build_stage() -> None:
+    # The compiler stays in the build stage.
     copied = [value.split()[-2] for value in RUNTIME["COPY"] if "/etc/passwd" not in value]
     assert copied == [HOME, "/opt/npugrad"], "nothing that a package manager writes"
 
@@ -173,25 +161,14 @@ def test_context_holds_what_is_copied_and_nothing_else() -> None:
 
 
 def test_wheels_build_from_the_context_alone(project: dict[str, Any], tmp_path: Path) -> None:
-    context = tmp_path / "src"
     for source in copied():
-        _copy(ROOT / source, context / source)
-    compiler = tmp_path / "c++"
-    compiler.write_text(FAST_COMPILER)
-    compiler.chmod(0o755)
-    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
-    needed = {**os.environ, "NPUGRAD_BUILD_KERNELS": "1", "CXX": str(compiler)}
-    for folder in (context, context / "server"):
-        made = subprocess.run(
-            command, cwd=folder, env=needed, capture_output=True, text=True, timeout=60, check=False
-        )
+        _copy(ROOT / source, tmp_path / "src" / source)
+    for folder in ("src", "src/server"):
+        made = _built(tmp_path / folder, tmp_path, NPUGRAD_BUILD_KERNELS="1")
         assert made.returncode == 0, made.stderr
     assert len([*tmp_path.glob("npugrad-*-py3-none-any.whl")]) == 1
-    (path,) = tmp_path.glob(f"npugrad_server-{project['project']['version']}-py3-none-linux_*.whl")
-    with zipfile.ZipFile(path) as wheel:
-        names = wheel.namelist()
-    libraries = [name.rpartition("/")[2] for name in names if name.startswith(LIBRARIES)]
-    assert sorted(libraries) == sorted(f"libnpugrad_kernels_{name}.so" for name in VARIANTS[machine()])
+    (wheel,) = tmp_path.glob(f"npugrad_server-{project['project']['version']}-py3-none-linux_*.whl")
+    assert _libraries(wheel) == sorted(f"libnpugrad_kernels_{name}.so" for name in VARIANTS[machine()])
 
 
 @pytest.mark.parametrize(
@@ -206,22 +183,31 @@ def test_wheels_build_from_the_context_alone(project: dict[str, Any], tmp_path: 
 def test_wheels_can_be_for_another_machine(settings: dict[str, str], told: str, tmp_path: Path) -> None:
     source = tmp_path / "server"
     _copy(ROOT / "server", source)
-    compiler = tmp_path / "c++"
+    made = _built(source, tmp_path, **{"NPUGRAD_WHEEL_PLATFORM": "manylinux_2_28_aarch64", **settings})
+    assert (made.returncode != 0, told in made.stderr) == (bool(told), True), made.stderr
+    wheels = [*tmp_path.glob("npugrad_server-*-py3-none-manylinux_2_28_aarch64.whl")]
+    assert [_libraries(wheel) for wheel in wheels] == [["libnpugrad_kernels_neon.so"]] * (not told)
+    assert not [*(source / LIBRARIES).glob("*.so")]
+
+
+def _built(source: Path, folder: Path, **settings: str) -> subprocess.CompletedProcess[str]:
+    """Build a wheel into a folder, by a compiler that takes no time."""
+    compiler = folder / "c++"
     compiler.write_text(FAST_COMPILER)
     compiler.chmod(0o755)
-    wanted = {"NPUGRAD_WHEEL_PLATFORM": "manylinux_2_28_aarch64", "CXX": str(compiler), **settings}
-    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
-    environment = {name: value for name, value in os.environ.items() if name != "NPUGRAD_BUILD_KERNELS"}
-    made = subprocess.run(
-        command, cwd=source, env=environment | wanted, capture_output=True, text=True, timeout=60, check=False
+    inherited = {name: value for name, value in os.environ.items() if name != "NPUGRAD_BUILD_KERNELS"}
+    environment = {**inherited, "CXX": str(compiler), **settings}
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
+    return subprocess.run(
+        command, cwd=source, env=environment, capture_output=True, text=True, timeout=60, check=False
     )
-    assert (made.returncode != 0, told in made.stderr) == (bool(told), True), made.stderr
-    assert len([*tmp_path.glob("npugrad_server-*-py3-none-manylinux_2_28_aarch64.whl")]) == (not told)
-    for path in tmp_path.glob("*.whl"):
-        with zipfile.ZipFile(path) as wheel:
-            libraries = [name for name in wheel.namelist() if name.startswith(LIBRARIES)]
-        assert libraries == [f"{LIBRARIES}libnpugrad_kernels_neon.so"]
-    assert not [*(source / LIBRARIES).glob("*.so")]
+
+
+def _libraries(path: Path) -> list[str]:
+    """Return the names of the kernels' libraries in a wheel."""
+    with zipfile.ZipFile(path) as wheel:
+        names = wheel.namelist()
+    return sorted(name.removeprefix(LIBRARIES) for name in names if name.startswith(LIBRARIES))
 
 
 def _copy(source: Path, target: Path) -> None:

@@ -45,29 +45,20 @@ def test_what_installs_is_recent_enough_to_install_into_another_environment_and_
     assert "pip" not in {pin.name for pin, _ in _pins("requirements-server.txt")}
 
 
-@pytest.mark.parametrize("name", ["requirements-build.txt", "requirements-server.txt"])
-def test_every_pin_is_exact_and_hashed(name: str) -> None:
-    pins = list(_pins(name))
-    assert pins
-    for pin, hashes in pins:
-        assert re.fullmatch(r"==[^*,]+", str(pin.specifier)), f"{pin} is not one version"
-        assert hashes >= 1, f"{pin} has no hash"
-
-
-@pytest.mark.parametrize("python", PYTHONS)
-def test_pins_meet_what_the_packages_ask_for(project: dict[str, Any], asked: list[str], python: str) -> None:
-    _assert_pinned("requirements-server.txt", asked, python)
-    _assert_pinned("requirements-build.txt", project["build-system"]["requires"], python)
-
-
-@pytest.mark.parametrize("name", ["requirements-build.txt", "requirements-server.txt"])
-def test_pins_leave_nothing_to_be_found_at_build_time(
-    project: dict[str, Any], asked: list[str], name: str
+def test_every_pin_is_exact_and_hashed_and_nothing_is_left_to_be_found_at_build_time(
+    project: dict[str, Any], asked: list[str]
 ) -> None:
     """Follows the requirements of the distributions installed here, so it speaks for this Python version."""
     roots = {"requirements-build.txt": project["build-system"]["requires"], "requirements-server.txt": asked}
-    pinned = {canonicalize_name(pin.name) for pin, _ in _pins(name)}
-    assert _closure(roots[name]) <= pinned
+    for name, wanted in roots.items():
+        pins = list(_pins(name))
+        assert pins
+        for pin, hashes in pins:
+            assert re.fullmatch(r"==[^*,]+", str(pin.specifier)), f"{pin} is not one version"
+            assert hashes >= 1, f"{pin} has no hash"
+        assert _closure(wanted) <= {canonicalize_name(pin.name) for pin, _ in pins}
+        for python in PYTHONS:
+            _assert_pinned(name, wanted, python)
 
 
 def test_torch_and_torch_npu_are_the_pair_that_the_package_names(project: dict[str, Any]) -> None:
