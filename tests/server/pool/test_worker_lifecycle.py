@@ -264,14 +264,16 @@ def test_a_former_process_is_not_heard() -> None:
     scheduler.begin(1)
     lose(scheduler, 0)
     alarm = scheduler.next_alarm()
-    assert scheduler.progress(0, 1, "importing torch_npu", 1) == []
+    assert scheduler.progress(0, 1, "importing torch_npu", 2) == []
     assert scheduler.next_alarm() == alarm
-    assert scheduler.ready(0, 1, 1) == []
-    scheduler.be_ready(now=1)
-    assert scheduler.answered(0, 1, 1, True, 2) == []
-    assert scheduler.lost(0, 1, "died", 2) == []
-    assert scheduler.failing(0, 1, Failure("words", RestartPolicy.NEVER), 2) == []
-    assert scheduler.progress(0, 2, "importing torch_npu", 2) == [], "it is open"
+    assert scheduler.ready(0, 1, 2) == []
+    scheduler.be_ready(now=3)
+    alarm = scheduler.next_alarm()
+    assert scheduler.answered(0, 1, 1, True, 4) == []
+    assert scheduler.lost(0, 1, "died", 4) == []
+    assert scheduler.failing(0, 1, Failure("words", RestartPolicy.NEVER), 4) == []
+    assert scheduler.progress(0, 2, "importing torch_npu", 4) == [], "it is open"
+    assert scheduler.next_alarm() == alarm
     assert scheduler.workers[0].state is DeviceState.READY
     assert scheduler.running == 1
 
