@@ -279,11 +279,13 @@ def workers_of(pid: int) -> list[int]:
     for task in Path(f"/proc/{pid}/task").iterdir():
         with suppress(FileNotFoundError):  # a thread that ended meanwhile; its children are another's now
             children += map(int, (task / "children").read_text().split())
-    return [child for child in children if b"npugrad_server.worker" in _command(child)]
+    return [child for child in children if _is_worker(child)]
 
 
-def _command(pid: int) -> bytes:
+def _is_worker(pid: int) -> bool:
+    """Whether it runs a worker's program; a fork has another command line, and is called as its device."""
     try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
+        command, name = (Path(f"/proc/{pid}/{file}").read_bytes() for file in ("cmdline", "comm"))
     except OSError:  # it ended meanwhile
-        return b""
+        return False
+    return b"\0npugrad_server.worker\0" in command or name.startswith(b"npu:")

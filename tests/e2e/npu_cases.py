@@ -24,7 +24,7 @@ WAIT = "aclrtSynchronizeStreamWithTimeout"
 ALL = tuple(record.name for record in RECORDS)
 SMALL = tuple(name for name in ALL if name != FLOYD.name)
 QUICK = (
-    *("--streams-per-device", "2", "--hang-grace-s", "12", "--run-limit-s", "20"),
+    *("--streams-per-device", "2", "--hang-grace-s", "8", "--run-limit-s", "10"),
     *("--respawn-backoff-s", "0.05", "--respawn-backoff-max-s", "0.2"),
     *("--circuit-deaths", "0"),  # it is the device that is at fault, in calls that are legal
     *("--metrics-listen", "127.0.0.1:0"),

@@ -141,10 +141,10 @@ def _told(error: Any) -> Told:
 
 
 def spread(names: Sequence[str]) -> list[Work]:
-    """Calls of these operators in turn, but for one of Floyd in sixteen: the least that is legal is large."""
+    """Calls of these operators in turn, but for one of Floyd in 32: the least that is legal is large."""
     found = works()
     small = [found[name][turn] for turn in (0, 1) for name in names if name != FLOYD.name]
-    mix = list(itertools.islice(itertools.cycle(small), 30))
+    mix = list(itertools.islice(itertools.cycle(small), 62))
     if FLOYD.name in names:
-        mix[7:7], mix[23:23] = found[FLOYD.name][:1], found[FLOYD.name][1:]
+        mix[7:7], mix[39:39] = found[FLOYD.name][:1], found[FLOYD.name][1:]
     return mix

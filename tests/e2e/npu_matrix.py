@@ -24,7 +24,7 @@ from tests.operators import GROUP_NORM
 
 from npugrad.ops import OPERATORS
 
-CALLS, THREADS = 64, 4
+CALLS, THREADS = 32, 4
 _AWAKE_S = 240.0
 """Within this time a device must be ready again: up to four processes in turn import torch for it."""
 _COUNTED = re.compile(r"^npugrad_(\w+?)(?:_total)?\{(.*)\} (\S+)$", re.MULTILINE)

@@ -12,10 +12,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
-from tests.calls import Sample, sample
+from tests.calls import TIMEOUT_S, UPLOAD_HXW, Sample, gated, sample
 from tests.client.both import WAYS, Looped, Make, caught
 from tests.client.fake_service import (
+    STREAMED,
     UNARY,
     Context,
     Gate,
@@ -27,12 +29,15 @@ from tests.client.fake_service import (
     stream_zeros,
     zeros,
 )
+from tests.e2e.harness import eventually
+from tests.e2e.service_address import service_address
 from tests.fix_server import StartServer
-from tests.proofs.callers import Load, arguments, sdk
+from tests.proofs.callers import Load, arguments, plain_calls, sdk
 from tests.proofs.restarts import prove
 
 from npugrad.errors import ServerBusy
 from npugrad.operator import OpRecord
+from npugrad.v1 import backward_pb2_grpc
 from npugrad_client import (
     AsyncClient,
     Client,
@@ -58,16 +63,15 @@ def test_no_call_is_lost_when_one_of_two_servers_is_killed_under_load(start_serv
     targets = [victim.address, survivor.address]
     with ExitStack() as stack:
         loads = []
-        for (make, hxw), made in zip(
-            itertools.product((Client, Looped), (64, 20_000)), range(4), strict=True
-        ):
-            call = stack.enter_context(sdk(targets, sample(n=2, c=8, hxw=hxw, group=2, seed=made), make))
+        for seed, (make, way) in enumerate(itertools.product((Client, Looped), (UNARY, STREAMED))):
+            made = sample(n=2, c=8, hxw=64 if way == UNARY else 5_000, group=2, seed=seed)
+            call = stack.enter_context(sdk(targets, made, make, stream_from_bytes=way))
             loads.append(stack.enter_context(Load(call, callers=2, pace_s=0.05)))
         for load in loads:
             load.wait_for(15)
         victim.signal(signal.SIGKILL)
         for load in loads:
-            load.wait_for(load.calls + 45)
+            load.wait_for(load.calls + 30)
     assert [load.failed for load in loads] == [{}] * 4
     tries = [each.answer.tries for load in loads for each in load.ended]
     assert max(tries) > 1, "no call met the killed server"
@@ -125,6 +129,26 @@ def test_addresses_behind_one_target_share_the_calls_and_a_lost_one_loses_none(
             client.group_norm_backward(**arguments(call))
         servers[0].signal(signal.SIGKILL)
         assert all(is_right(call, client.group_norm_backward(**arguments(call))) for _ in range(30))
+
+
+@pytest.mark.slow
+def test_a_new_server_gets_calls_once_connections_reach_their_age(start_server: StartServer) -> None:
+    """And none is lost: not those in progress when a connection is closed, however long they take."""
+    flags = ("--max-connection-age-s", "1", "--streams-per-device", "8")
+    first, gate = start_server(*flags, devices="test:1?ms=2&compute=1"), threading.Event()
+    local = [("grpc.use_local_subchannel_pool", 1)]
+    with service_address(first.address) as front, grpc.insecure_channel(front.address, local) as channel:
+        stub = backward_pb2_grpc.BackwardServiceStub(channel)
+        held = stub.Execute(gated(sample(hxw=UPLOAD_HXW).frames(), gate, 2), timeout=TIMEOUT_S)
+        with Load(plain_calls(channel)) as load:
+            eventually(lambda: first.info().accepted_calls > 20, "the first server gets calls", first)
+            second = start_server(*flags, devices="test:1?ms=2&compute=1")
+            front.servers = (second.address, first.address)
+            eventually(lambda: second.info().accepted_calls > 50, "the new server gets calls", second)
+            gate.set()
+            header, *_ = held
+            assert header.WhichOneof("frame") == "header"
+    assert not load.failed
 
 
 # ---------------------------------------------------------------------------------- servers that are made up

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent import futures
+from contextlib import contextmanager
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 from tests.client.both import BOTH, Make, call_once
 from tests.client.fake_service import group_norm
-from tests.e2e.limiting_proxy import limiting_proxy
 from tests.fix_server import ServerProcess
 from tests.operators import GROUP_NORM
 
@@ -19,6 +21,56 @@ LIMIT_BYTES = 2**20 + 2**18
 """Room for a chunk; not for calls that are sent as one message up to 2 MiB."""
 HXW = 24 * 2**10
 Proxy = tuple[str, list[str]]
+
+
+# -------------------------------------------------- a gRPC proxy that takes no large messages, as gateways do
+
+
+class _Forward(grpc.GenericRpcHandler):
+    """Passes calls on as they are, and notes their methods."""
+
+    def __init__(self, channel: grpc.Channel, methods: list[str]) -> None:
+        self._channel, self._methods = channel, methods
+
+    def service(self, details: grpc.HandlerCallDetails) -> Any:
+        name = details.method.rpartition("/")[2]
+        if name == "Execute":
+            stream: Any = self._channel.stream_stream(details.method)
+            return grpc.stream_stream_rpc_method_handler(lambda frames, context: self._stream(stream, frames))
+        unary: Any = self._channel.unary_unary(details.method)
+        return grpc.unary_unary_rpc_method_handler(
+            lambda data, context: self._whole(unary, name, data, context)
+        )
+
+    def _stream(self, stream: Any, frames: Iterator[bytes]) -> Iterator[bytes]:
+        self._methods.append("Execute")
+        yield from stream(frames, timeout=60)
+
+    def _whole(self, unary: Any, name: str, data: bytes, context: grpc.ServicerContext) -> Any:
+        self._methods.append(name)
+        try:
+            return unary(data, timeout=60)
+        except grpc.RpcError as error:
+            context.abort(error.code(), error.details() or "")
+
+
+@contextmanager
+def limiting_proxy(address: str, max_message_bytes: int) -> Iterator[Proxy]:
+    """Runs one for a block: its address, and the methods of the calls that it has passed on so far."""
+    options = [("grpc.max_receive_message_length", max_message_bytes), ("grpc.use_local_subchannel_pool", 1)]
+    methods: list[str] = []
+    with grpc.insecure_channel(address, options=options) as channel:
+        server = grpc.server(futures.ThreadPoolExecutor(8), options=[*options, ("grpc.so_reuseport", 0)])
+        server.add_generic_rpc_handlers((_Forward(channel, methods),))
+        port = server.add_insecure_port("127.0.0.1:0")
+        server.start()
+        try:
+            yield f"127.0.0.1:{port}", methods
+        finally:
+            server.stop(0).wait(10)
+
+
+# -------------------------------------------------------------------------------------------------- tests
 
 
 @pytest.fixture

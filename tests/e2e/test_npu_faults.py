@@ -18,6 +18,7 @@ from tests.e2e.npu_cases import CASES, QUICK, FaultCase, Server
 from tests.e2e.npu_matrix import Site
 from tests.e2e.npu_verdict import judge
 from tests.fix_npu import StartNpuServer, run_npu_server
+from tests.fix_server import SERVER_PROGRAM
 from tests.operators import FLOYD
 from tests.summary import Tally
 
@@ -80,7 +81,8 @@ def test_faults_of_the_table_one_after_another(start_npu_server: StartNpuServer,
 def test_helpers_that_cann_forked_do_not_keep_the_device(start_npu_server: StartNpuServer) -> None:
     """They hold everything that a worker holds, as CANN's do; while one lives, nobody can open the NPU."""
     made = fill(FLOYD, FLOYD.build())
-    running = start_npu_server(*QUICK, plan="helpers=1", lost_workers=True)
+    # What is known by the environment that its worker began with, which is none of a fork's.
+    running = start_npu_server(*QUICK, plan="helpers=1", lost_workers=True, program=SERVER_PROGRAM)
     (worker,) = workers_of(running.process.process.pid)
     helpers = [process.pid for process in processes() if process.parent == worker]
     try:

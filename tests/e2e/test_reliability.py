@@ -19,16 +19,13 @@ from typing import Any
 
 import pytest
 from tests.e2e.harness import Wire, eventually, own_threads, workers_of
-from tests.e2e.load import CALL_TIMEOUT_S, ClientLoad, Work, mixed_work
+from tests.e2e.load import ClientLoad, Work, mixed_work
 from tests.fix_server import ServerProcess, run_server
-from tests.operators import FLOYD
 from tests.proofs.proof import told
 from tests.summary import Tally
 
-from npugrad.errors import CircuitOpen, WorkerLost
 from npugrad.ops import OPERATORS
 from npugrad.v1 import server_pb2
-from npugrad_client import Client
 from npugrad_server.worker.descendants import processes
 
 pytestmark = pytest.mark.slow
@@ -214,47 +211,6 @@ def _summary(service: Service, load: ClientLoad) -> dict[str, int | str]:
         "9 lost or wrong": len(load.failed) + load.sent - len(load.right),
         "right by operator": told(Counter(answer.operator for answer in load.right)),
     }
-
-
-def test_a_call_that_always_kills_its_worker_fails_alone(
-    work: list[Work], stack: ExitStack, tmp_path: Path, tally: Tally
-) -> None:
-    """WORKER_LOST after two attempts, then CIRCUIT_OPEN; whoever calls beside it notices nothing."""
-    doomed = next(item for item in work if item.record is not FLOYD and not item.streamed)
-    others = [item for item in work if item.sample.call != doomed.sample.call]
-    running = stack.enter_context(
-        run_server(
-            tmp_path / "server.log",
-            *("--respawn-backoff-s", "0.05"),
-            devices="test:2?compute=1&crash=doomed",
-            env=own_threads(),
-        )
-    )
-    client = stack.enter_context(Client(running.address, timeout_s=CALL_TIMEOUT_S, retry=None))
-    with ClientLoad(running.address, others, 3) as load:
-        load.wait_for_each()
-        with pytest.raises(WorkerLost) as caught:
-            doomed.send(client, label="doomed")
-        assert not caught.value.retryable
-        assert (caught.value.reason, caught.value.source) == ("WORKER_LOST", "device")
-        assert "at each of 2 tries" in str(caught.value)
-        assert "SIGKILL" in str(caught.value)
-        # At once: the circuit is open for some seconds only.
-        with pytest.raises(CircuitOpen, match="found 2 workers that died under calls of this signature"):
-            doomed.send(client, label="doomed")
-        load.wait_for_each()
-    assert (load.failed, len(load.right), load.refused) == ([], load.sent, {})
-    assert load.rerun == 0, "a call beside the doomed one was hit"
-    lost = [line for line in running.log_lines("call") if line["reason"] == "WORKER_LOST"]
-    assert [line["status"] for line in lost] == ["UNAVAILABLE"]
-    eventually(
-        lambda: [(d.state, d.restarts > 0) for d in running.info().devices] == [(READY, True)] * 2,
-        "both devices are ready again",
-        running,
-    )
-    assert sum(device.restarts for device in running.info().devices) == 2
-    tally("reliability: calls that always kill their worker, lost alone", len(lost))
-    tally("reliability: calls beside them, all right", len(load.right))
 
 
 def test_workers_and_what_they_started_end_with_their_server(tmp_path: Path) -> None:

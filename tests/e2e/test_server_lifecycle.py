@@ -256,18 +256,6 @@ def test_server_info_tells_product_devices_limits_and_versions(server: ServerPro
     assert info.uptime_s > 0
 
 
-def test_accepted_calls_are_counted(server: ServerProcess) -> None:
-    made = sample()
-    with server.channel() as channel:
-        before = server.info().accepted_calls
-        for _ in range(3):
-            call_unary(channel, made.record, made.message())
-        message = made.message()
-        message.group = 0
-        failure_of(lambda: call_unary(channel, made.record, message))
-        assert server.info().accepted_calls - before == 3
-
-
 @pytest.mark.parametrize("product", [None, *Product])
 def test_operators_are_listed_for_a_product(server_channel: grpc.Channel, product: Product | None) -> None:
     request = server_pb2.ListOperatorsRequest(product=product.wire if product else 0)  # type: ignore[arg-type]

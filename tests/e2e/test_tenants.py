@@ -22,7 +22,7 @@ identities = ["vision.example.org"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", ["serve", "check"])
+@pytest.mark.parametrize("command", ["serve", pytest.param("check", marks=pytest.mark.deep)])
 def test_a_bad_file_keeps_a_server_from_starting(
     command: str, tmp_path: Path, certificates: Certificates
 ) -> None:
