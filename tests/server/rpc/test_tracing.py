@@ -142,11 +142,15 @@ class Made:
     def end(self, *metadata: tuple[str, str], outcome: tuple[str, str, str] = ("OK", "OK", "")) -> Any:
         """An RPC of two stages ends."""
         now = time.monotonic()
-        marks = [("", now - 3), ("decode", now - 2), ("", now - 1.5), ("run", now - 1)]
         call: Any = SimpleNamespace(
             context=SimpleNamespace(invocation_metadata=lambda: metadata),
-            **{"method": "GroupNormBackward", "operator": "group_norm_backward", "request_id": "abc"},
-            **{"received_bytes": 5, "sent_bytes": 7, "info": None, "marks": marks},
+            method="GroupNormBackward",
+            operator="group_norm_backward",
+            request_id="abc",
+            received_bytes=5,
+            sent_bytes=7,
+            info=None,
+            marks=[("", now - 3), ("decode", now - 2), ("", now - 1.5), ("run", now - 1)],
         )
         return self.tracing.ended(call, 3.0, outcome)
 
