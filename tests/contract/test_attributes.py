@@ -114,6 +114,7 @@ RIGHT: dict[AttrType, tuple[tuple[Any, Any], ...]] = {
 def test_numbers_and_sequences_of_numpy_are_taken(kind: AttrType) -> None:
     for given_value, expected in RIGHT[kind]:
         assert value_of(kind, attr=given_value) == expected
+    assert kind != "double" or math.isnan(value_of(kind, attr=math.nan))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
