@@ -106,7 +106,7 @@ def test_calls_whose_workspace_may_differ_have_different_keys() -> None:
 
 def test_the_newest_figure_of_a_kind_counts_and_kinds_not_met_for_longest_are_forgotten() -> None:
     learned = LearnedWorkspaces(capacity=3)
-    for number, nbytes in ((0, 9), (1, 11), (2, 12), (0, 10)):
+    for number, nbytes in ((0, 9), (0, 10), (1, 11), (2, 12)):
         learned.learn(number, nbytes)
     assert learned.expect(0) == 10
     learned.learn(3, 13)
