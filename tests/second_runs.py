@@ -14,7 +14,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +27,7 @@ MOST = 3
 _RED = "npugrad_red_at_once"
 
 
-@dataclass
+@dataclass(eq=False)
 class Outcomes:
     """A plugin that keeps what became of the tests of a run.
 
@@ -86,19 +86,23 @@ def pytest_runtest_makereport(
 
 
 def _red_at_once(item: pytest.Item, call: pytest.CallInfo[Any]) -> str:
-    error = call.excinfo.value if call.excinfo else None
+    errors = list(_with_causes(call.excinfo.value)) if call.excinfo else []
     if call.when != "call":
         return f"an error in its {call.when}"
     if item.get_closest_marker("hypothesis"):
         return "it draws its data"
-    if isinstance(error, pytest.fail.Exception) and str(error).startswith("Timeout (>"):
+    if any(isinstance(each, pytest.fail.Exception) and str(each).startswith("Timeout (>") for each in errors):
         return "the runner's time-out"
-    return "a warning" if error is not None and _is_warning(error) else ""
+    return "a warning" if any(isinstance(each, Warning) for each in errors) else ""
 
 
-def _is_warning(error: BaseException) -> bool:
-    parts: Sequence[BaseException] = getattr(error, "exceptions", ())
-    return isinstance(error, Warning) or any(map(_is_warning, parts))
+def _with_causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An error, those of its group, and those that it was raised for, as `tests.derived.told` does."""
+    while error is not None:
+        yield error
+        for part in getattr(error, "exceptions", ()):
+            yield from _with_causes(part)
+        error = error.__cause__ or error.__context__
 
 
 def ledger(path: Path) -> dict[str, str]:
@@ -117,7 +121,8 @@ def ledger(path: Path) -> dict[str, str]:
 def main(arguments: Sequence[str]) -> int:
     """Runs the tests with arguments of pytest; returns the exit code."""
     past, first = ledger(LEDGER), Outcomes()
-    code = pytest.main(list(arguments), plugins=[first])
+    arguments = ["-p", "tests.second_runs", *arguments]
+    code = pytest.main(arguments, plugins=[first])
     if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         return code
     red = {name: why for name, why in first.failed.items() if why}

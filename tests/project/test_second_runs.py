@@ -16,6 +16,7 @@ import os, random, time, warnings
 from pathlib import Path
 import pytest
 from hypothesis import given, strategies
+from tests.derived import told
 
 def again(name):
     mark = Path(__file__).with_name(name)
@@ -46,6 +47,11 @@ def test_crash(): again("crash") or os.abort()
 @pytest.mark.timeout(0.1)
 def test_slow(): again("slow") or time.sleep(60)
 def test_warns(): again("warns") or warnings.warn("odd")
+@pytest.mark.timeout(0.1)
+def test_slow_case():
+    with told("a case"): again("slow_case") or time.sleep(60)
+def test_case_warns():
+    with told("a case"): again("case_warns") or warnings.warn("odd")
 def test_thrown_away():
     class Odd:
         def __del__(self): raise ValueError
@@ -56,7 +62,9 @@ RED_AT_ONCE = {
     "torn_down": "an error in its teardown",
     "drawn": "it draws its data",
     "slow": "the runner's time-out",
+    "slow_case": "the runner's time-out",
     "warns": "a warning",
+    "case_warns": "a warning",
     "thrown_away": "a warning",
 }
 
@@ -66,8 +74,11 @@ def run(folder: Path, *names: str, known: str = "", options: tuple[str, ...] = (
     (folder / "test_it.py").write_text(TESTS)
     (folder / "pytest.ini").write_text("[pytest]\nfilterwarnings = error\n")
     (folder / "known.txt").write_text(known)
-    tests = [f"{folder}/test_it.py::test_{name}" for name in names]
-    own = ["-p", "tests.second_runs", "-c", f"{folder}/pytest.ini", "--rootdir", str(folder)]
+    (folder / "more").mkdir()
+    (folder / "more" / "conftest.py").touch()  # one that is not for all files, as in this repository
+    (folder / "more" / "test_more.py").write_text("def test_more(): pass\n")
+    tests = [f"{folder}/more/test_more.py", *(f"{folder}/test_it.py::test_{name}" for name in names)]
+    own = ["-c", f"{folder}/pytest.ini", "--rootdir", str(folder)]
     done = subprocess.run(
         [sys.executable, "-m", "tests.second_runs", *own, *options, *tests],
         cwd=ROOT,
@@ -82,7 +93,7 @@ def run(folder: Path, *names: str, known: str = "", options: tuple[str, ...] = (
 
 
 def test_what_passes_alone_is_forgiven_and_named(tmp_path: Path) -> None:
-    assert run(tmp_path, "fine", "chance", "other_chance", "third_chance") == (
+    assert run(tmp_path, "fine", "chance", "other_chance", "third_chance", options=("-n", "2")) == (
         0,
         [
             *(
