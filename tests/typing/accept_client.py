@@ -1,4 +1,4 @@
-"""Uses of the client that must type-check as they stand; never run."""
+"""Uses of client and contract that must type-check as they stand; never run."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
-import torch
 from typing_extensions import assert_type
 
+import npugrad
+from npugrad import OPERATORS, DType, OpRecord, Product, validate
 from npugrad_client import (
     Client,
     ExecutionInfo,
@@ -23,6 +24,17 @@ from npugrad_client import (
     Verdict,
     Violation,
 )
+
+
+class Tensor:
+    """An array of another library; `accept_torch.py` has PyTorch's, which mypy reads for half a minute."""
+
+    def __array__(self) -> npt.NDArray[Any]:
+        return np.zeros(1)
+
+    def cpu(self) -> Tensor:
+        return self
+
 
 x = np.zeros((2, 3, 4), np.float32)
 statistics = np.zeros((2, 1), np.float32)
@@ -46,11 +58,11 @@ with Client("localhost:50051", timeout_s=30.0) as client:
     assert_type(grads.info, ExecutionInfo)
     assert_type(grads.info.device, str)
 
-    # Other arrays: bfloat16 of ml_dtypes, CPU tensors of torch.
+    # Other arrays: bfloat16 of ml_dtypes, tensors of others.
     client.grid_sampler_2d_backward(
-        grad_output=torch.zeros(1, 1, 4, 4),
+        grad_output=Tensor(),
         input=x.astype(ml_dtypes.bfloat16),
-        grid=torch.zeros(1, 4, 4, 2),
+        grid=Tensor(),
         interpolation_mode="bilinear",
         padding_mode=0,
         align_corners=False,
@@ -62,13 +74,13 @@ with Client("localhost:50051", timeout_s=30.0) as client:
     )
     assert_type(attention.grad_value, npt.NDArray[np.float32])
     assert_type(attention.grad_value.dtype, np.dtype[np.float32])
-    floyd: FusedFloydAttentionGradResult[torch.Tensor] = client.fused_floyd_attention_grad(
-        query=torch.zeros(1), scale_value=1.0
+    floyd: FusedFloydAttentionGradResult[Tensor] = client.fused_floyd_attention_grad(
+        query=Tensor(), scale_value=1.0
     )
-    assert_type(floyd.dk2, torch.Tensor)
+    assert_type(floyd.dk2, Tensor)
     assert_type(floyd.info, ExecutionInfo)
-    norm: GroupNormBackwardResult[torch.Tensor] = grads
-    assert_type(norm.grad_gamma, torch.Tensor | Any)
+    norm: GroupNormBackwardResult[Tensor] = grads
+    assert_type(norm.grad_gamma, Tensor | Any)
     assert_type(client.validate("group_norm_backward", inputs={}, attrs={}), Verdict)
 
 try:
@@ -80,3 +92,23 @@ except OperatorError as error:
     assert_type(error.source, str)
 except TransportError as error:
     assert_type(error.retryable, bool)
+
+by_name = TensorMeta("float32", (2, 3, 4), format="ND")
+by_type = TensorMeta(DType.BFLOAT16, [2, 3], strides=(0, 0), storage_offset=1)
+assert_type(by_name.dtype, DType)
+assert_type(by_name.shape, tuple[int, ...])
+assert_type(by_type.nbytes, int)
+
+verdict = validate(
+    "group_norm_backward",
+    inputs={"grad_out": by_name, "gamma": None},
+    attrs={"n": 2, "output_mask": (True, True, True)},
+    outputs={"grad_input": by_name, "grad_gamma": None},
+    product="atlas-a2",
+)
+assert_type(verdict, Verdict)
+assert_type(verdict.status, int)
+assert_type(verdict.violations, tuple[Violation, ...])
+same = validate("group_norm_backward", inputs={}, attrs={}, product=Product.ATLAS_A3)
+assert_type(OPERATORS["group_norm_backward"], OpRecord)
+assert_type(npugrad.__version__, str)

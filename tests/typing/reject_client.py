@@ -1,4 +1,4 @@
-"""Mistakes that the client's types must stop; each line names the errors of the checkers. Never run."""
+"""Mistakes that the types must stop; each line names the errors of the checkers. Never run."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from npugrad import TensorMeta, validate
 from npugrad_client import AsyncClient, Client, MultiScaleDeformableAttentionGradResult
 
 if TYPE_CHECKING:
     import numpy.typing as npt
-    import torch
+    from tests.typing.accept_client import Tensor
 
 x = np.zeros((2, 3, 4), np.float32)
 client = Client("localhost:50051")
@@ -39,7 +40,7 @@ grads.grad_values  # rejected: mypy[attr-defined] pyright[reportAttributeAccessI
 grads.info = None  # rejected: mypy[misc,assignment] pyright[reportAttributeAccessIssue]
 
 # Results are of the arrays that an annotation names.
-typed: MultiScaleDeformableAttentionGradResult[torch.Tensor] = grads
+typed: MultiScaleDeformableAttentionGradResult[Tensor] = grads
 typed.grad_value.astype("float32")  # rejected: mypy[attr-defined] pyright[reportAttributeAccessIssue]
 text: str = typed.grad_value  # rejected: mypy[assignment] pyright[reportAssignmentType]
 numpy: MultiScaleDeformableAttentionGradResult[npt.NDArray[np.float32]] = grads
@@ -50,3 +51,21 @@ Client("localhost:50051", tls="ca.pem")  # rejected: mypy[arg-type] pyright[repo
 AsyncClient("localhost:50051", threads=4)  # rejected: mypy[call-arg] pyright[reportCallIssue]
 client.submit.group_norm_backward(values=x)  # rejected: mypy[call-arg] pyright[reportCallIssue]
 client.submit(client.server_info, timeout="1 s")  # rejected: mypy[call-arg] pyright[reportCallIssue]
+
+TensorMeta("float32")  # rejected: mypy[call-arg] pyright[reportCallIssue]
+TensorMeta("float32", 4)  # rejected: mypy[arg-type] pyright[reportArgumentType]
+TensorMeta("float32", (2.5,))  # rejected: mypy[arg-type] pyright[reportArgumentType]
+
+meta = TensorMeta("float32", (2, 3))
+meta.shape = (4,)  # rejected: mypy[misc] pyright[reportAttributeAccessIssue]
+meta.layout  # rejected: mypy[attr-defined] pyright[reportAttributeAccessIssue]
+
+validate("group_norm_backward", {}, {})  # rejected: mypy[call-arg] pyright[reportCallIssue]
+validate("group_norm_backward", inputs={})  # rejected: mypy[call-arg] pyright[reportCallIssue]
+validate(
+    "group_norm_backward",
+    inputs={"grad_out": (2, 3)},  # rejected: mypy[dict-item] pyright[reportArgumentType]
+    attrs={},
+)
+verdict = validate("group_norm_backward", inputs={}, attrs={})
+status: str = verdict.status  # rejected: mypy[assignment] pyright[reportAssignmentType]
