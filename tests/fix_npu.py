@@ -6,18 +6,24 @@ seen no broken rule, and no handle or executor is left.
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any
 
 import pytest
 from tests.cann_sim.build import Installation
+from tests.cann_sim.fixtures import may_be_forked, template
 from tests.cann_sim.report import HOST_OBJECTS, Report, write_plan
 from tests.e2e.harness import workers_of
-from tests.fix_server import SERVER_PROGRAM, ServerProcess, run_server
+from tests.fix_server import SERVER_PROGRAM, ServerProcess, run_server, server_environment, start_process
+from tests.worker_forks import ForkedWorker
 
 
 @dataclass(frozen=True)
@@ -56,21 +62,8 @@ class NpuServer:
             assert not any(left.values()), left
 
 
-class StartNpuServer(Protocol):
-    """Starts a server on simulated NPUs; see `run_npu_server` for the arguments."""
-
-    def __call__(
-        self,
-        *flags: str,
-        devices: str = "npu:0",
-        plan: str = "",
-        installation: Installation | None = None,
-        env: Mapping[str, str] | None = None,
-        lost_workers: bool = False,
-        wait: bool = True,
-        check_end: bool = True,
-    ) -> NpuServer:
-        """The running server, ready to be called."""
+StartNpuServer = Callable[..., NpuServer]
+"""Starts a server on simulated NPUs, ready to be called; see `run_npu_server` for the arguments."""
 
 
 def npu_environment(installation: Installation, folder: Path, plan: str = "") -> dict[str, str]:
@@ -85,6 +78,45 @@ def npu_environment(installation: Installation, folder: Path, plan: str = "") ->
     }
 
 
+class ForkedServer:
+    """A fork as servers are handled; see `tests.zygote.Process`."""
+
+    def __init__(self, process: ForkedWorker, stdout: IO[str]) -> None:
+        self._process, self.stdout, self.pid = process, stdout, process.pid
+
+    def poll(self) -> int | None:
+        """Its exit code; None while it runs."""
+        with suppress(subprocess.TimeoutExpired):
+            return self._process.wait(0)
+        return None
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Waits for its exit code."""
+        return self._process.wait(timeout)
+
+    def send_signal(self, sig: int) -> None:
+        """Sends a signal unless it has ended."""
+        if self.poll() is None:
+            self._process.send_signal(sig)
+
+    def kill(self) -> None:
+        """Sends SIGKILL unless it has ended."""
+        self.send_signal(signal.SIGKILL)
+
+
+def fork_program(
+    installation: Installation, arguments: Sequence[str], errors: IO[str], env: Mapping[str, str], *_: object
+) -> ForkedServer:
+    """Runs `npugrad-server` on a simulator as a fork, and its workers, too; see `tests.npu_program`."""
+    output, to_output = os.pipe()
+    command, environment = ["tests.npu_program", *arguments], server_environment(env)
+    try:
+        made = template(installation, True).fork(command, (), to_output, errors.fileno(), environment)
+    finally:
+        os.close(to_output)
+    return ForkedServer(made, open(output))
+
+
 @contextmanager
 def run_npu_server(
     installation: Installation,
@@ -92,11 +124,10 @@ def run_npu_server(
     *flags: str,
     devices: str = "npu:0",
     plan: str = "",
-    env: Mapping[str, str] | None = None,
     lost_workers: bool = False,
     wait: bool = True,
     check_end: bool = True,
-    program: Sequence[str] = SERVER_PROGRAM,
+    program: Sequence[str] | None = None,
 ) -> Iterator[NpuServer]:
     """Runs a server on simulated NPUs for a block, without canaries once a device is ready.
 
@@ -108,23 +139,23 @@ def run_npu_server(
         flags: Flags of ``serve``.
         devices: Devices, such as ``"npu:0,npu:1"``.
         plan: Plan of the simulator at the start.
-        env: Environment variables to add.
         lost_workers: Whether workers may end in mid call.
         wait: Whether to wait until calls are served.
         check_end: Whether the server has to end by itself, with exit code 0 and nothing leaked.
-        program: What Python runs, as for `run_server`.
+        program: What Python runs, as for `run_server`; None for the server, forked where that is the same.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    variables = {**npu_environment(installation, folder, plan), **(env or {})}
+    is_forked = program is None and may_be_forked(plan, {})
     with run_server(
         folder / "server.log",
         "--canary-interval-s=0",
         *flags,
         devices=devices,
-        env=variables,
+        env=npu_environment(installation, folder, plan),
         wait=wait,
         check_end=check_end,
-        program=program,
+        program=program or SERVER_PROGRAM,
+        start=partial(fork_program, installation) if is_forked else start_process,
     ) as process:
         running = NpuServer(process, Report(folder / "report"), folder / "plan")
         yield running
@@ -155,7 +186,11 @@ def start_npu_server(
         def start(*flags: str, installation: Installation | None = None, **options: Any) -> NpuServer:
             nonlocal count
             count += 1
-            simulator = installation or install_cann_sim()
-            return stack.enter_context(run_npu_server(simulator, tmp_path / f"npu{count}", *flags, **options))
+            simulator, folder = installation or install_cann_sim(), tmp_path / f"npu{count}"
+            if (
+                installation is not None
+            ):  # what is forked has to be made first, which only pays more than once
+                options.setdefault("program", SERVER_PROGRAM)
+            return stack.enter_context(run_npu_server(simulator, folder, *flags, **options))
 
         yield start

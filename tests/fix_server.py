@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from http.client import HTTPConnection, HTTPMessage
@@ -307,6 +307,7 @@ def run_server(
     check_end: bool = True,
     credentials: grpc.ChannelCredentials | None = None,
     program: Sequence[str] = SERVER_PROGRAM,
+    start: Callable[..., Process] = start_process,
 ) -> Iterator[ServerProcess]:
     """Runs a server for a block.
 
@@ -320,10 +321,11 @@ def run_server(
         check_end: Whether to end it as `ServerProcess.stop` does; else the test ends it, or it is killed.
         credentials: What its callers need; None for plaintext.
         program: What Python runs; another one than the server itself for one that is not as it should be.
+        start: What starts it, called as `start_process`.
     """
     arguments = ["serve", *server_flags(*flags, devices=devices, listen=listen)]
     with log_path.open("w") as log:
-        process = start_process(arguments, log, env, program)
+        process = start(arguments, log, env, program)
     running = ServerProcess(process, log_path, credentials)
     try:
         if wait:

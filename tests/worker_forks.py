@@ -89,10 +89,7 @@ class Template:
             imported: Modules that it imports.
             env: Environment while it imports; None for that of this process.
         """
-        self._lock = threading.Lock()
-        self._prctl = ctypes.CDLL(None, use_errno=True).prctl
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
+        with self.prepare() as theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", __name__, str(theirs.fileno()), *imported],
                 pass_fds=[theirs.fileno()],
@@ -100,6 +97,13 @@ class Template:
                 env={**(os.environ if env is None else env), "OMP_NUM_THREADS": "1"},
             )
         atexit.register(self._close)
+
+    def prepare(self) -> socket.socket:
+        """Makes what this side needs; returns the other one's end."""
+        self._lock = threading.Lock()
+        self._prctl = ctypes.CDLL(None, use_errno=True).prctl
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        return theirs
 
     def _close(self) -> None:
         self._control.close()
@@ -153,21 +157,22 @@ def fork_worker(
     return template().fork([module, device, str(descriptors[0])], descriptors, print_fd)
 
 
-def _spawn(self: Any, module: str, theirs: socket.socket, threads: int, print_fd: int) -> Any:
-    descriptors = theirs.fileno(), self._inputs.worker_fd, self.outputs.fd
-    start: Any = lambda: fork_worker(self.device, descriptors, print_fd, module)  # noqa: E731
-    return start_child(start)
-
-
 @contextmanager
-def forked_workers() -> Iterator[None]:
-    """The workers of all pools are forked for a block."""
-    template()
-    with mock.patch.object(WorkerProcess, "_spawn", _spawn):
+def forked_workers(parent: Template | None = None) -> Iterator[None]:
+    """The workers of all pools are forked for a block, of the usual template or of another one."""
+    found = parent or template()
+
+    def spawn(self: Any, module: str, theirs: socket.socket, threads: int, print_fd: int) -> Any:
+        descriptors = theirs.fileno(), self._inputs.worker_fd, self.outputs.fd
+        command = [module, self.device, str(descriptors[0])]
+        start: Any = lambda: found.fork(command, descriptors, print_fd)  # noqa: E731
+        return start_child(start)
+
+    with mock.patch.object(WorkerProcess, "_spawn", spawn):
         yield
 
 
-def _serve(control: socket.socket) -> None:
+def serve(control: socket.socket) -> None:
     """Forks at each request; returns in what was forked."""
     while True:
         data, received, _, _ = socket.recv_fds(control, _MAX_REQUEST_BYTES, 16)
@@ -215,7 +220,7 @@ def main(descriptor: int, imported: Sequence[str]) -> None:
         gc.freeze()
         # Ctrl-C at a terminal is for the tests.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        _serve(control)
+        serve(control)
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 
 

@@ -72,7 +72,10 @@ class Ended:
 
 
 _IMPORTED = ("tests.cann_sim.operators", "tests.cann_sim.rig")
-_WITH_TORCH = ("torch", "torch_npu", "npugrad_server.backends.npu", "npugrad_server.worker.loop")
+_WITH_TORCH = (
+    *("torch", "torch_npu", "npugrad_server.backends.npu", "npugrad_server.worker.loop"),
+    *("npugrad_server.worker.verifier", "npugrad_server.cli"),
+)
 _READ_LATE = ("CANN_SIM_", "NPUGRAD_", "ACL_OP_INIT_MODE")
 """How variables begin that a fork of what has imported torch_npu still reads."""
 _QUEUE = ("TASK_QUEUE_ENABLE", "0")

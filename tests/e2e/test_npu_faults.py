@@ -46,6 +46,7 @@ def site_of(
                 devices=",".join(server.devices),
                 plan=f"ndev={server.count}",
                 lost_workers=True,
+                program=SERVER_PROGRAM if server.cann else None,
             )
             return Site(stack.enter_context(running), server, stack)
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from itertools import product as combinations
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
@@ -14,10 +13,11 @@ import numpy.typing as npt
 import pytest
 from tests.calls import Sample, call_execute, call_unary, failure_of, fill
 from tests.cann_sim.build import Installation
+from tests.derived import pairs, told
 from tests.e2e.harness import wire_layout
 from tests.edge_calls import ATTENTION, IMAGES, SAMPLERS, attention_call, grid_call
 from tests.fix_npu import NpuServer, StartNpuServer
-from tests.operators import FLOYD, GRID_SAMPLER, GRID_SAMPLER_3D, GROUP_NORM, MSDA
+from tests.operators import FLOYD, GRID_SAMPLER, GROUP_NORM, MSDA
 from tests.summary import Tally
 
 from npugrad import codec
@@ -37,12 +37,10 @@ from npugrad.v1 import (
     validation_pb2_grpc,
 )
 from npugrad_client import Client
-from npugrad_server.acceptance.cases import small_calls
+from npugrad_server.acceptance.shapes import float_dtypes
 
 pytestmark = [pytest.mark.npu_sim, pytest.mark.slow]
 
-FLOATS = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
-BITS = (True, False)
 LAYOUTS = ("contiguous", "offset", "reversed", "gaps", "expanded")
 
 
@@ -67,6 +65,12 @@ def call(channel: grpc.Channel, sample: Sample, **options: Any) -> Any:
     return info
 
 
+def at_once(count: int, caller: Callable[[int], None]) -> None:
+    """So many callers in threads, by number."""
+    with ThreadPoolExecutor(count) as pool:
+        list(pool.map(caller, range(count)))
+
+
 def laid_out(record: OpRecord, meta: CallMeta, seed: int) -> Sample:
     """A call with data, each operand in a layout of its own."""
     rng = np.random.default_rng(seed)
@@ -84,95 +88,30 @@ def laid_out(record: OpRecord, meta: CallMeta, seed: int) -> Sample:
     return Sample(record, meta, contents, arrays)
 
 
-def group_norm_calls() -> Iterator[CallMeta]:
-    for dtype, gamma, mask in combinations(FLOATS, BITS, combinations(BITS, BITS, BITS)):
-        yield GROUP_NORM.build(dtype=dtype, with_gamma=gamma, output_mask=mask, n=3, c=10, hxw=7, group=5)
-    yield GROUP_NORM.build(n=1, c=1, hxw=1, group=1)
-    yield GROUP_NORM.build(n=2, c=33, hxw=1023, group=11)
-
-
-def grid_sampler_calls() -> Iterator[CallMeta]:
-    masks = ((True, True), (True, False), (False, True))
-    for dtype, mode, padding, align, mask in combinations(FLOATS, (0, 1), (0, 1, 2), BITS, masks):
-        yield GRID_SAMPLER.build(
-            dtype=dtype,
-            interpolation_mode=mode,
-            padding_mode=padding,
-            align_corners=align,
-            output_mask=mask,
-            n=2,
-            c=3,
-            h=5,
-            w=7,
-            oh=3,
-            ow=11,
-        )
-    yield GRID_SAMPLER.build(n=1, c=1, h=1, w=1, oh=1, ow=1)
-
-
-def msda_calls() -> Iterator[CallMeta]:
-    for dtype, index, rank in combinations(FLOATS, (DType.INT32, DType.INT64), (3, 4)):
-        yield MSDA.build(dtype=dtype, index_dtype=index, grad_output_rank=rank, nq=7, ch=24, points=3)
-    yield MSDA.build(bs=1, nq=1, nh=1, ch=8, levels=((1, 1),), points=1)
-
-
-def floyd_calls() -> Iterator[CallMeta]:
-    for dtype, mask in combinations((DType.FLOAT16, DType.BFLOAT16), (None, DType.BOOL, DType.UINT8)):
-        yield FLOYD.build(dtype=dtype, with_mask=mask is not None, mask_dtype=mask or DType.BOOL)
-    yield FLOYD.build(h=2, d=64, scale_value=0.25)
-
-
-def grid_sampler_3d_calls() -> Iterator[CallMeta]:
-    for dtype, mode, padding, align in combinations((*FLOATS, DType.FLOAT64), (0, 1), (0, 1, 2), BITS):
-        yield GRID_SAMPLER_3D.build(
-            dtype=dtype, interpolation_mode=mode, padding_mode=padding, align_corners=align, h=2, ow=7
-        )
-
-
-CALLS: Mapping[str, Callable[[], Iterator[CallMeta]]] = {
-    GROUP_NORM.name: group_norm_calls,
-    GRID_SAMPLER.name: grid_sampler_calls,
-    MSDA.name: msda_calls,
-    FLOYD.name: floyd_calls,
-    GRID_SAMPLER_3D.name: grid_sampler_3d_calls,
-}
-
-
-def calls_of(record: OpRecord) -> Iterator[CallMeta]:
-    """Those above, or the record's variants where there are none."""
-    small = small_calls(record, Product.ATLAS_A2, simulated=True)
-    return CALLS[record.name]() if record.name in CALLS else (each.call for each in small)
-
-
-def every_sample() -> list[Any]:
-    return [
-        pytest.param(name, sample.name, id=f"{name}-{sample.name}")
-        for name, record in OPERATORS.items()
-        for sample in record.samples(Product.ATLAS_A2)
-    ]
+def calls_of(record: OpRecord) -> Iterator[tuple[str, CallMeta]]:
+    """Small calls with each pair of type, mode and mask."""
+    variants = record.workloads.variants
+    for dtype, *chosen in pairs([*float_dtypes(record, Product.ATLAS_A2)], *variants.values()):
+        changed = dict(zip(variants, chosen, strict=True))
+        yield f"{dtype} {changed}", record.build(dtype=dtype, **changed)
 
 
 # -------------------------------------------------------------------------------------------------- tests
 
 
-@pytest.mark.parametrize(("operator", "name"), every_sample())
-def test_every_sample_of_every_record(npu_server: NpuServer, operator: str, name: str) -> None:
-    record = get_operator(operator)
-    sample = fill(record, next(s.call for s in record.samples(Product.ATLAS_A2) if s.name == name))
-    with npu_server.process.channel() as channel:
-        call(channel, sample)
-
-
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_every_type_mode_and_mask_in_mixed_layouts(
+def test_every_sample_and_every_type_mode_and_mask_in_mixed_layouts(
     npu_server: NpuServer, operator: str, tally: Tally
 ) -> None:
     record = get_operator(operator)
+    samples = [(each.name, fill(record, each.call)) for each in record.samples(Product.ATLAS_A2)]
+    first = zlib.crc32(operator.encode())
+    mixed = [(name, laid_out(record, meta, first + n)) for n, (name, meta) in enumerate(calls_of(record))]
     with npu_server.process.channel() as channel:
-        for number, meta in enumerate(calls_of(record)):
-            call(channel, fill(record, meta, seed=number))
-            call(channel, laid_out(record, meta, zlib.crc32(operator.encode()) + number))
-            tally(f"simulated NPU calls within tolerance, {operator}", 2)
+        for name, sample in (*samples, *mixed):
+            with told(name):
+                call(channel, sample)
+    tally(f"simulated NPU calls within tolerance, {operator}", len(samples) + len(mixed))
 
 
 def test_strided_operands_go_down_as_views_and_outputs_as_each_operator_wants_them(
@@ -281,25 +220,16 @@ def test_what_cannot_be_deterministic_is_refused(
 
 def test_modes_never_overlap_and_devices_and_streams_share_the_work(npu_server: NpuServer) -> None:
     """Four callers with both modes; the simulator aborts when the option changes under queued work."""
-    errors: list[BaseException] = []
     devices: set[str] = set()
 
     def caller(number: int) -> None:
-        try:
-            with npu_server.process.channel() as channel:
-                for turn in range(12):
-                    sample = fill(GROUP_NORM, GROUP_NORM.build(n=4, c=32, hxw=64, group=4), seed=turn)
-                    devices.add(call(channel, sample, deterministic=(number + turn // 3) % 2 == 0).device)
-        except BaseException as error:
-            errors.append(error)
+        with npu_server.process.channel() as channel:
+            for turn in range(12):
+                sample = fill(GROUP_NORM, GROUP_NORM.build(n=4, c=32, hxw=64, group=4), seed=turn)
+                devices.add(call(channel, sample, deterministic=(number + turn // 3) % 2 == 0).device)
 
     first = len(npu_server.report.records("launch"))
-    callers = [threading.Thread(target=caller, args=(number,)) for number in range(4)]
-    for thread in callers:
-        thread.start()
-    for thread in callers:
-        thread.join()
-    assert not errors
+    at_once(4, caller)
     assert devices == {"npu:0", "npu:1"}
     launches = npu_server.report.records("launch")
     assert len(launches) - first == 48
@@ -328,11 +258,7 @@ def test_deterministic_calls_of_eight_streams_have_the_bits_of_a_single_one(
 
     with running.process.channel() as channel:
         (alone,) = set(results(channel, True, 4))
-    callers = [threading.Thread(target=caller, args=(number,)) for number in range(8)]
-    for thread in callers:
-        thread.start()
-    for thread in callers:
-        thread.join()
+    at_once(8, caller)
     assert found[True] == [alone] * 32
     assert len(found[False]) == 32
     assert sum(bits != alone for bits in found[False]) > 16
