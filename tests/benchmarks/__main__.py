@@ -37,10 +37,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     unknown = [name for name in options.names if name not in NAMES]
     if unknown:
         parser.error(f"found {unknown[0]!r}; expected {', '.join(NAMES)}")
-    given = {field.name: value for field in fields(Choice) if (value := getattr(options, field.name))}
+    chosen = ((field.name, getattr(options, field.name)) for field in fields(Choice))
+    given = {name: value for name, value in chosen if value}
     if given and options.names != ["kernels"]:
         parser.error(f"found --{next(iter(given))}; expected it with the benchmark kernels alone")
-    choice = Choice(**{name: tuple(v) if isinstance(v, list) else v for name, v in given.items()})
+    filled: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
+    choice = Choice(**filled)
     effort = QUICK if options.quick else FULL
     if "kernels" in options.names and not choice.cases(effort):
         parser.error("no case is left; expected parts of names of operator, case and data type")

@@ -48,7 +48,7 @@ class GrpcEcho:
         if message == "protobuf":
             serializers = BytesValue.SerializeToString, BytesValue.FromString
             echo: Any = channel.unary_unary("/echo.Echo/Protobuf", *serializers)
-            self._echo = lambda sent: echo(BytesValue(value=sent)).value
+            self._echo: Any = lambda sent: echo(BytesValue(value=sent)).value
         else:
             self._echo = channel.unary_unary("/echo.Echo/Identity", None, None)
 

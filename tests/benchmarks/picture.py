@@ -46,7 +46,8 @@ def svg(
             wanted = ((goals.get((row.case, row.dtype, row.peer)), y) for row, y in points)
             limits = [(limit, y) for goal, y in wanted if (limit := getattr(goal, name, None)) is not None]
             if limits:
-                axes.scatter(*zip(*limits, strict=True), size, "#555555", marker="|", label=name)
+                xs, ys = zip(*limits, strict=True)
+                axes.scatter(xs, ys, size, "#555555", marker="|", label=name)
         middles = [mean(y for row, y in points if (row.case, row.dtype) == case) for case in cases]
         axes.set_yticks(middles, ["  ".join(case) for case in cases])
         axes.set(xscale="log", xlabel=axis, ylim=(bottom, -1))

@@ -35,7 +35,7 @@ ALERTS = {rule["alert"]: rule for rule in rules() if "alert" in rule}
 
 
 def _promtool(*arguments: object) -> str:
-    command = [program("promtool"), *map(str, arguments)]
+    command = [str(each) for each in (program("promtool"), *arguments)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=_TOOL_S, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -29,9 +29,9 @@ def test_checkers_find_exactly_what_the_files_say(checker: str) -> None:
                 expected[path.name, number] = set(match[1 + CHECKERS.index(checker)].split(","))
     assert len(expected) >= 30, "the files that must fail are not found"
     found = defaultdict(set)
-    for path, number, code in (_mypy if checker == "mypy" else _pyright)():
-        if (ROOT / path).resolve().parent == HERE:  # errors elsewhere are for `make types` to report
-            found[Path(path).name, number].add(code)
+    for name, line_number, code in (_mypy if checker == "mypy" else _pyright)():
+        if (ROOT / name).resolve().parent == HERE:  # errors elsewhere are for `make types` to report
+            found[Path(name).name, line_number].add(code)
     assert found == expected
 
 
