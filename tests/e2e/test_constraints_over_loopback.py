@@ -163,7 +163,10 @@ def assert_translated(raised: Exception, local: OperatorError, first: Violation)
 # ------------------------------------------------------------------------------------------------- tests
 
 
-@pytest.mark.parametrize("product", Product)
+@pytest.mark.parametrize(
+    "product",
+    [product if product in SAMPLES else pytest.param(product, marks=pytest.mark.deep) for product in Product],
+)
 def test_constraints_prove_themselves_over_loopback(product: Product, tmp_path: Path, tally: Tally) -> None:
     with run_server(tmp_path / "log", "--product", str(product)) as running, running.channel() as channel:
         wire = Wire.of(channel)

@@ -162,7 +162,7 @@ def test_a_client_that_is_the_bottleneck_shows_no_figures_and_finds_no_rate(tmp_
 @pytest.mark.parametrize("search", [(), ("--find-capacity",), ("--find-capacity", "--rate", "5")])
 def test_a_server_that_is_not_there_is_no_measurement(search: tuple[str, ...], tmp_path: Path) -> None:
     path = tmp_path / "report.json"
-    flags = ["--duration", "1s", "--timeout", "5s", "--slo", "errors=100%", "--json", str(path), *search]
+    flags = ["--duration", "1s", "--timeout", "1s", "--slo", "errors=100%", "--json", str(path), *search]
     done = run("bench", *flags)
     assert done.exit_code == 6, done.output
     assert f"cannot reach {NOWHERE}" in done.output
