@@ -31,12 +31,14 @@ class Stat(NamedTuple):
         state: A letter; Z when it has ended and nobody has waited for it.
         parent: Number of its parent.
         session: Number of its session.
+        start: When it was started, in ticks of the clock since the boot; with its number nobody else's.
     """
 
     pid: int
     state: str
     parent: int
     session: int
+    start: int
 
 
 def processes() -> list[Stat]:
@@ -48,8 +50,8 @@ def processes() -> list[Stat]:
     found = []
     for name in os.listdir("/proc"):
         if name.isdecimal() and (text := _read(name, "stat")):
-            state, parent, _, session = text.rpartition(b")")[2].split()[:4]
-            found.append(Stat(int(name), state.decode(), int(parent), int(session)))
+            state, parent, _, session, *more = text.rpartition(b")")[2].split()
+            found.append(Stat(int(name), state.decode(), int(parent), int(session), int(more[15])))
     return found
 
 
@@ -78,29 +80,24 @@ def end_descendants(mark: str, worker: int, timeout_s: float) -> list[int]:
         OSError: This process was out of descriptors until the timeout.
     """
     end_s = time.monotonic() + timeout_s
+    killed = set[tuple[int, int]]()
     while True:
         try:
-            left = _descendants(mark, worker)
+            alive = [each for each in processes() if each.pid != worker and each.state not in _DEAD]
+            found = [each for each in alive if each.session == worker or _has_mark(each.pid, mark)]
         except OSError:
             if time.monotonic() >= end_s:
                 raise
         else:
-            for pid in left:
+            for each in found:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, signal.SIGKILL)
+                    os.kill(each.pid, signal.SIGKILL)
+            killed |= {(each.pid, each.start) for each in found}
+            # One that is ending has given its memory back, the mark with it, before its files and the device.
+            left = [each.pid for each in alive if (each.pid, each.start) in killed]
             if not left or time.monotonic() >= end_s:
                 return left
         time.sleep(_PAUSE_S)
-
-
-def _descendants(mark: str, worker: int) -> list[int]:
-    return [
-        process.pid
-        for process in processes()
-        if process.pid != worker
-        and process.state not in _DEAD
-        and (process.session == worker or _has_mark(process.pid, mark))
-    ]
 
 
 def _has_mark(pid: int, mark: str) -> bool:
