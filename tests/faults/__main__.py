@@ -102,13 +102,16 @@ def faults() -> list[Fault]:
 # ------------------------------------------------------------------------------------ which tests
 
 
-def importing(file: str) -> list[str]:
-    """Test files that import a module, or what imports it where none does, and those named after it."""
+def importing(file: str) -> list[list[str]]:
+    """Test files to run one list after the other: those named after a module, then those that import it.
+
+    Where none imports it, those are taken that import what does.
+    """
     folder, _, rest = file.partition("/")
     package = _SOURCES.get(folder, "")
     if not file.endswith(".py") or not rest.startswith(package):
         # Kernels have a folder of tests, and so has all that is deployed.
-        return [f"tests/{'server/kernels' if folder == 'server' else 'deploy'}"]
+        return [[f"tests/{'server/kernels' if folder == 'server' else 'deploy'}"]]
     searched, wanted, found = set[str](), {_module(rest)}, set[str]()
     while wanted and not found:
         found = {test for test in _imports("tests") if _imports("tests")[test] & wanted}
@@ -121,7 +124,7 @@ def importing(file: str) -> list[str]:
         } - searched
     stem = Path(file).stem.strip("_")
     named = {test for test in _imports("tests") if re.fullmatch(rf"test_{stem}(_\w+)?", Path(test).stem)}
-    return sorted(found | named)
+    return [sorted(tests) for tests in (named, found - named) if tests]
 
 
 def _module(path: str) -> str:
@@ -154,9 +157,9 @@ def noticed(fault: Fault, stages: Sequence[str], past: Mapping[str, str]) -> dic
     for stage in stages:
         if any(found.values()) or stage in found or (stage == "npu" and not _NPU.match(fault.file)):
             continue
-        tests = importing(fault.file)
+        runs = importing(fault.file) if stage == "importing" else [[]]
         with fault.planted():
-            failed = _failed(stage, _arguments(stage, tests)) if tests or stage != "importing" else ""
+            failed = next(filter(None, (_failed(stage, _arguments(stage, tests)) for tests in runs)), "")
         is_by_chance = failed.startswith("tests/") and _failed(stage, ["-m", "not bench", failed])
         found[stage] = "" if is_by_chance else failed
     return found
