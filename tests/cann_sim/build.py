@@ -161,7 +161,8 @@ def _build_runtime(compiler: _Compiler, cann: str, torch_npu: Path | None) -> No
 
 
 def _build_operators(compiler: _Compiler, layout: Layout, cann: str) -> None:
-    built = compiler.compile(_sources("opapi"))
+    sources = _sources("opapi")
+    built = compiler.compile(sources, {path.stem: ["-O3"] for path in sources})  # long loops, for vectors
     sets: dict[str, list[Path]] = {}
     for source, made in built.items():
         place = _PLACE.search(source.read_text())

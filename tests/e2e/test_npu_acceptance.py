@@ -365,7 +365,7 @@ def test_a_device_that_fails_in_a_soak_ends_it(node: SimulatedNode) -> None:
 
 def test_a_long_call_is_cut_with_the_vendors_number(node: SimulatedNode) -> None:
     # Long enough that the small call after it has time under the same limit.
-    node.saboteur.when(r"^growing a call", f"kernel.{GRID_SAMPLER.aclnn_name}:*:slow=2000")
+    node.saboteur.when(r"^growing a call", f"kernel.{GRID_SAMPLER.aclnn_name}:*:slow=1500")
     report = node.report_of(timeout.STEP, GROUP_NORM, GRID_SAMPLER)
     assert report.outcome == "passed", report
     (cut,) = [check for check in report.checks if check.name == "a call longer than its limit is ended"]

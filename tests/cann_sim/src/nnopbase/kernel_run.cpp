@@ -1,6 +1,6 @@
 #include "kernel_run.h"
 
-#include <cmath>
+#include <algorithm>
 #include <cstring>
 
 #include "../model/faults.h"
@@ -52,13 +52,15 @@ void for_each_element(const Operand& operand, const std::string& op, Visit visit
   const Tensor& tensor = operand.tensor;
   if (tensor.is_empty()) return;
   char* bytes = resolve(operand.memory, op);
-  const size_t rank = tensor.shape.size();
   const auto item = static_cast<int64_t>(item_size(tensor.dtype));
-  Shape index(rank, 0);
+  const size_t last = tensor.shape.empty() ? 0 : tensor.shape.size() - 1;
+  const int64_t length = tensor.shape.empty() ? 1 : tensor.shape[last];
+  const int64_t step = tensor.shape.empty() ? 0 : tensor.strides[last] * item;
+  Shape index(last, 0);
   const auto elements = static_cast<size_t>(tensor.elements());
-  for (size_t element = 0; element < elements; ++element) {
-    visit(bytes, element);
-    for (size_t axis = rank; axis-- > 0;) {
+  for (size_t element = 0; element < elements;) {
+    for (int64_t i = 0; i < length; ++i) visit(bytes + i * step, element++);
+    for (size_t axis = last; axis-- > 0;) {
       bytes += tensor.strides[axis] * item;
       if (++index[axis] < tensor.shape[axis]) break;
       bytes -= tensor.strides[axis] * tensor.shape[axis] * item;
@@ -79,6 +81,16 @@ const Operand* KernelRun::look_for(const char* name) const {
 const Operand& KernelRun::find(const char* name) const {
   if (const Operand* const found = look_for(name)) return *found;
   violation("kernel", op_ + " has no operand " + name);
+}
+
+void KernelRun::move_to_end(const char* name, size_t axis) {
+  for (Operand& operand : operands_) {
+    if (operand.name != name) continue;
+    for (Shape* const each : {&operand.tensor.shape, &operand.tensor.strides}) {
+      std::rotate(each->begin() + static_cast<int64_t>(axis), each->begin() + static_cast<int64_t>(axis) + 1,
+                  each->end());
+    }
+  }
 }
 
 std::vector<double> KernelRun::read(const char* name) const {

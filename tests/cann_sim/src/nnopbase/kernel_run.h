@@ -33,6 +33,10 @@ class KernelRun {
   const Shape& shape(const char* name) const { return find(name).tensor.shape; }
   int dtype(const char* name) const { return find(name).tensor.dtype; }
   int64_t elements(const char* name) const { return find(name).tensor.elements(); }
+
+  // From now on an axis of this operand, if it is there, is its last one.
+  void move_to_end(const char* name, size_t axis);
+
   std::vector<double> read(const char* name) const;
   std::vector<int64_t> read_integers(const char* name) const;
 

@@ -1,5 +1,6 @@
 #include "numbers.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -11,44 +12,63 @@ namespace {
 struct Layout {
   int mantissa_bits;
   int bias;      // of the exponent
-  int infinity;  // exponent field of infinities and NaN
+  int infinity;  // bits of infinity; NaN have more
+
+  constexpr Layout(int mantissa, int exponent_bias)
+      : mantissa_bits(mantissa), bias(exponent_bias), infinity((2 * exponent_bias + 1) << mantissa) {}
 };
 
-constexpr Layout kFloat16Layout{10, 15, 31};
-constexpr Layout kBfloat16Layout{7, 127, 255};
+constexpr Layout kFloat16Layout{10, 15};
+constexpr Layout kBfloat16Layout{7, 127};
+constexpr int kMantissaBits = 52, kBias = 1023;  // of a double
+
+template <typename To, typename From>
+To bits_as(From from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  std::memcpy(&to, &from, sizeof to);
+  return to;
+}
 
 double decode(uint16_t bits, const Layout& layout) {
-  const int exponent = (bits & 0x7FFF) >> layout.mantissa_bits;
-  const int mantissa = bits & ((1 << layout.mantissa_bits) - 1);
+  const int magnitude = bits & 0x7FFF;
   double value;
-  if (exponent == layout.infinity) {
-    value = mantissa ? std::numeric_limits<double>::quiet_NaN() : std::numeric_limits<double>::infinity();
-  } else if (exponent == 0) {
-    value = std::ldexp(mantissa, 1 - layout.bias - layout.mantissa_bits);
+  if (magnitude > layout.infinity) {
+    value = std::numeric_limits<double>::quiet_NaN();
+  } else if (magnitude == layout.infinity) {
+    value = std::numeric_limits<double>::infinity();
   } else {
-    value = std::ldexp(mantissa + (1 << layout.mantissa_bits), exponent - layout.bias - layout.mantissa_bits);
+    // With its fields in place only the bias is another; this holds for subnormal numbers, too.
+    const auto rebias = bits_as<double>(static_cast<uint64_t>(2 * kBias - layout.bias) << kMantissaBits);
+    value =
+        rebias * bits_as<double>(static_cast<uint64_t>(magnitude) << (kMantissaBits - layout.mantissa_bits));
   }
   return bits & 0x8000 ? -value : value;
 }
 
 uint16_t encode(double value, const Layout& layout) {
   const int sign = std::signbit(value) ? 0x8000 : 0;
-  const int infinity = layout.infinity << layout.mantissa_bits;
-  if (std::isnan(value)) return static_cast<uint16_t>(sign | infinity | (1 << (layout.mantissa_bits - 1)));
+  if (std::isnan(value)) {
+    return static_cast<uint16_t>(sign | layout.infinity | (1 << (layout.mantissa_bits - 1)));
+  }
   const double magnitude = std::fabs(value);
-  if (std::isinf(magnitude)) return static_cast<uint16_t>(sign | infinity);
-  if (magnitude == 0) return static_cast<uint16_t>(sign);
-  int exponent;
-  std::frexp(magnitude, &exponent);
-  // The unit in the last place of this value; subnormal numbers share the one of the smallest normal number.
-  int ulp = exponent - 1 - layout.mantissa_bits;
-  const int smallest = 1 - layout.bias - layout.mantissa_bits;
-  if (ulp < smallest) ulp = smallest;
-  // Exact before rounding: scaling by a power of two. nearbyint rounds to even. A carry runs into the
-  // exponent field.
-  const int units = static_cast<int>(std::nearbyint(std::ldexp(magnitude, -ulp)));
-  const int bits = ((ulp - smallest) << layout.mantissa_bits) + units;
-  return static_cast<uint16_t>(sign | (bits < infinity ? bits : infinity));
+  const auto power = [](int exponent) {
+    return bits_as<double>(static_cast<uint64_t>(kBias + exponent) << kMantissaBits);
+  };
+  int64_t rounded;
+  if (magnitude < power(1 - layout.bias)) {
+    // Subnormal numbers share a unit in the last place: that of the double behind this power of two.
+    const double shift = power(kMantissaBits + 1 - layout.bias - layout.mantissa_bits);
+    rounded = bits_as<int64_t>(magnitude + shift) - bits_as<int64_t>(shift);
+  } else {
+    // Half a unit is added, less one bit where the last place is even; a carry runs into the exponent.
+    const int dropped = kMantissaBits - layout.mantissa_bits;
+    const auto all = bits_as<int64_t>(magnitude);
+    const int64_t even = (all >> dropped) & 1;
+    rounded = ((all + (int64_t{1} << (dropped - 1)) - 1 + even) >> dropped) -
+              (static_cast<int64_t>(kBias - layout.bias) << layout.mantissa_bits);
+  }
+  return static_cast<uint16_t>(sign | std::min<int64_t>(rounded, layout.infinity));
 }
 
 }  // namespace

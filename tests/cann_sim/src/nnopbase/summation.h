@@ -20,6 +20,19 @@ class Summation {
     sum = in_order_ ? sum + term : static_cast<double>(static_cast<float>(sum) + static_cast<float>(term));
   }
 
+  // Adds a multiple of a row to another one.
+  void add(double* sums, double factor, const double* row, size_t count) const {
+#pragma GCC ivdep
+    for (size_t i = 0; i < count; ++i) add(sums[i], factor * row[i]);
+  }
+
+  // The same order, but without rounding to float.
+  Summation in_double() const {
+    Summation made = *this;
+    made.in_order_ = true;
+    return made;
+  }
+
  private:
   bool in_order_;
   uint64_t launch_;

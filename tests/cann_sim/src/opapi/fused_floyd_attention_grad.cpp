@@ -131,61 +131,69 @@ void check_unchecked(const KernelRun& run, const Sizes& sizes) {
 
 struct Operands {
   std::vector<double> query, key1, value1, key2, value2, dy, mask, softmax_max, softmax_sum, attention_in;
+  std::vector<double> delta;  // of each row: the sum of dy * attention_in
 };
 
 struct Gradients {
   std::vector<double> dq, dk1, dv1, dk2, dv2;
 };
 
-// Everything that goes through one row of scores, that of a batch, head, n and m.
-void add_row(const Operands& in, Gradients& out, const Sizes& sizes, double scale, size_t row,
-             const Summation& summation) {
+// The sum of the products of a row and the sum of two others. Four parts do not wait for each other.
+double dot(const double* row, const double* one, const double* two, size_t count) {
+  double parts[4] = {};
+  for (size_t d = 0; d < count; d += 4) {  // D is a multiple of 32
+    for (size_t i = 0; i < 4; ++i) parts[i] += row[d + i] * (one[d + i] + two[d + i]);
+  }
+  return parts[0] + parts[1] + (parts[2] + parts[3]);
+}
+
+// Everything that goes through one column of scores, that of a batch, head, n and k; `rows` are its m, in the
+// order in which they come. Along a column memory is read in order, along a row it is not.
+void add_column(const Operands& in, Gradients& out, const Sizes& sizes, double scale, size_t column,
+                const std::vector<size_t>& rows, const Summation& summation) {
   const auto K = static_cast<size_t>(sizes.k), M = static_cast<size_t>(sizes.m),
              N = static_cast<size_t>(sizes.n);
   const auto D = static_cast<size_t>(sizes.d), H = static_cast<size_t>(sizes.h);
-  const size_t m = row % M, n = row / M % N, bh = row / (M * N), batch = bh / H;
-  const size_t q = row * D;
-  double delta = 0;
-  for (size_t d = 0; d < D; ++d) delta += in.dy[q + d] * in.attention_in[q + d];
-  for (size_t k = 0; k < K; ++k) {
-    const size_t one = ((bh * N + n) * K + k) * D, two = ((bh * K + k) * M + m) * D;
-    double score = 0, score_grad = 0;
-    for (size_t d = 0; d < D; ++d) {
-      score += in.query[q + d] * (in.key1[one + d] + in.key2[two + d]);
-      score_grad += in.dy[q + d] * (in.value1[one + d] + in.value2[two + d]);
-    }
-    score *= scale;
-    if (!in.mask.empty() && in.mask[(batch * N + n) * K + k] != 0) score = -static_cast<double>(FLT_MAX);
-    const double p =
-        std::exp(score - in.softmax_max[row * kStatisticsWidth]) / in.softmax_sum[row * kStatisticsWidth];
-    const double ds = p * (score_grad - delta) * scale;
-    for (size_t d = 0; d < D; ++d) {
-      out.dq[q + d] += ds * (in.key1[one + d] + in.key2[two + d]);
-      summation.add(out.dk1[one + d], ds * in.query[q + d]);
-      summation.add(out.dk2[two + d], ds * in.query[q + d]);
-      summation.add(out.dv1[one + d], p * in.dy[q + d]);
-      summation.add(out.dv2[two + d], p * in.dy[q + d]);
-    }
+  const size_t k = column % K, n = column / K % N, bh = column / (K * N), batch = bh / H;
+  const size_t one = column * D;
+  const bool is_masked = !in.mask.empty() && in.mask[(batch * N + n) * K + k] != 0;
+  for (const size_t m : rows) {
+    const size_t row = (bh * N + n) * M + m, q = row * D, two = ((bh * K + k) * M + m) * D;
+    const double score = dot(&in.query[q], &in.key1[one], &in.key2[two], D) * scale;
+    const double p = std::exp((is_masked ? -static_cast<double>(FLT_MAX) : score) -
+                              in.softmax_max[row * kStatisticsWidth]) /
+                     in.softmax_sum[row * kStatisticsWidth];
+    const double score_grad = dot(&in.dy[q], &in.value1[one], &in.value2[two], D);
+    const double ds = p * (score_grad - in.delta[row]) * scale;
+    for (size_t d = 0; d < D; ++d) out.dq[q + d] += ds * (in.key1[one + d] + in.key2[two + d]);
+    for (double* const sums : {&out.dk1[one], &out.dk2[two]}) summation.add(sums, ds, &in.query[q], D);
+    for (double* const sums : {&out.dv1[one], &out.dv2[two]}) summation.add(sums, p, &in.dy[q], D);
   }
 }
 
 void kernel(const KernelRun& run, const Sizes& sizes, double scale) {
   check_unchecked(run, sizes);
-  const Operands in{run.read("query"),
-                    run.read("key1"),
-                    run.read("value1"),
-                    run.read("key2"),
-                    run.read("value2"),
-                    run.read("dy"),
-                    run.has("attenMaskOptional") ? run.read("attenMaskOptional") : std::vector<double>(),
-                    run.read("softmaxMax"),
-                    run.read("softmaxSum"),
-                    run.read("attentionIn")};
+  Operands in{run.read("query"),
+              run.read("key1"),
+              run.read("value1"),
+              run.read("key2"),
+              run.read("value2"),
+              run.read("dy"),
+              run.has("attenMaskOptional") ? run.read("attenMaskOptional") : std::vector<double>(),
+              run.read("softmaxMax"),
+              run.read("softmaxSum"),
+              run.read("attentionIn"),
+              {}};
   Gradients out{std::vector<double>(in.query.size()), std::vector<double>(in.key1.size()),
                 std::vector<double>(in.value1.size()), std::vector<double>(in.key2.size()),
                 std::vector<double>(in.value2.size())};
-  const auto rows = static_cast<size_t>(sizes.b * sizes.h * sizes.n * sizes.m);
-  for (const size_t row : run.summation.order(rows)) add_row(in, out, sizes, scale, row, run.summation);
+  const auto D = static_cast<size_t>(sizes.d), planes = static_cast<size_t>(sizes.b * sizes.h * sizes.n);
+  const auto M = static_cast<size_t>(sizes.m), K = static_cast<size_t>(sizes.k);
+  in.delta.resize(planes * M);
+  for (size_t i = 0; i < in.dy.size(); ++i) in.delta[i / D] += in.dy[i] * in.attention_in[i];
+  const auto rows = run.summation.order(M);
+  for (const size_t column : run.summation.order(planes * K))
+    add_column(in, out, sizes, scale, column, rows, run.summation);
   run.write("dqOut", out.dq);
   run.write("dk1Out", out.dk1);
   run.write("dv1Out", out.dv1);

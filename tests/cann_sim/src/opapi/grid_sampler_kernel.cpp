@@ -142,21 +142,13 @@ Axis make_axis(double value, int64_t size, const GridOptions& options) {
   }
 }
 
-// How the cells of an image lie: its sizes on each axis, the slowest first, and where the channels are.
+// The sizes of an image on each axis, the slowest first; its channels come last.
 struct Cells {
   Shape sizes;
-  int64_t channels, count = 1;
-  bool channels_last;
+  int64_t count = 1;
 
-  Cells(const Shape& shape, bool last)
-      : sizes(shape.begin() + (last ? 1 : 2), shape.end() - (last ? 1 : 0)),
-        channels(last ? shape.back() : shape[1]),
-        channels_last(last) {
+  explicit Cells(const Shape& shape) : sizes(shape.begin() + 1, shape.end() - 1) {
     for (const int64_t size : sizes) count *= size;
-  }
-  size_t index(int64_t n, int64_t c, int64_t cell) const {
-    return static_cast<size_t>(channels_last ? (n * count + cell) * channels + c
-                                             : (n * channels + c) * count + cell);
   }
 };
 
@@ -186,18 +178,21 @@ bool find_corner(const std::vector<Axis>& axes, const Shape& sizes, int64_t numb
 
 }  // namespace
 
-void grid_sampler_kernel(const KernelRun& run, const GridOptions& options) {
-  const Cells image(run.shape("input"), options.channels_last);
-  const Cells points(run.shape("gradOutput"), options.channels_last);
+void grid_sampler_kernel(KernelRun& run, const GridOptions& options) {
+  if (!options.channels_last) {
+    for (const char* const image : {"gradOutput", "input", "inputGrad"}) run.move_to_end(image, 1);
+  }
+  const Cells image(run.shape("input")), points(run.shape("gradOutput"));
   const size_t rank = image.sizes.size();
+  const auto channels = static_cast<size_t>(run.shape("input").back());
   const auto grad_output = run.read("gradOutput"), input = run.read("input"), grid = run.read("grid");
   std::vector<double> input_grad(input.size()), grid_grad(grid.size());
   std::vector<Axis> axes(rank);
   const bool is_double = run.dtype("input") == kDouble;
+  const Summation summation = is_double ? run.summation.in_double() : run.summation;
   for (int64_t n = 0; n < run.shape("input")[0]; ++n) {
     for (const size_t in_turn : run.summation.order(static_cast<size_t>(points.count))) {
-      const auto point = static_cast<int64_t>(in_turn);
-      const auto at_grid = static_cast<size_t>(n * points.count + point) * rank;
+      const size_t point = static_cast<size_t>(n * points.count) + in_turn, at_grid = point * rank;
       int64_t corners = 1;
       for (size_t k = 0; k < rank; ++k) {
         const double value = grid[at_grid + rank - 1 - k];
@@ -205,21 +200,17 @@ void grid_sampler_kernel(const KernelRun& run, const GridOptions& options) {
                             : make_axis<float>(value, image.sizes[k], options);
         corners *= axes[k].neighbours.count;
       }
+      const double* const gradient = &grad_output[point * channels];
       double slopes[3] = {};
       for (int64_t number = 0; number < corners; ++number) {
         Corner corner;
         if (!find_corner(axes, image.sizes, number, options, corner)) continue;
-        double dot = 0;
-        for (int64_t c = 0; c < image.channels; ++c) {
-          const size_t at_input = image.index(n, c, corner.cell);
-          const double gradient = grad_output[points.index(n, c, point)];
-          if (is_double) {
-            input_grad[at_input] += corner.weight * gradient;
-          } else {
-            run.summation.add(input_grad[at_input], corner.weight * gradient);
-          }
-          dot += input[at_input] * gradient;
+        const size_t at_input = static_cast<size_t>(n * image.count + corner.cell) * channels;
+        if (options.wants_input_grad) {
+          summation.add(&input_grad[at_input], corner.weight, gradient, channels);
         }
+        double dot = 0;
+        for (size_t c = 0; c < channels; ++c) dot += input[at_input + c] * gradient[c];
         for (size_t k = 0; k < rank; ++k) slopes[k] += dot * corner.slopes[k];
       }
       if (options.interpolation == kNearest) continue;  // its gradient by the grid is 0

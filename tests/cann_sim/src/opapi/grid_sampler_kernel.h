@@ -17,6 +17,6 @@ struct GridOptions {
   bool channels_last = false;  // of gradOutput, input and inputGrad
 };
 
-void grid_sampler_kernel(const KernelRun& run, const GridOptions& options);
+void grid_sampler_kernel(KernelRun& run, const GridOptions& options);
 
 }  // namespace cann_sim

@@ -132,12 +132,12 @@ class Sampler {
         const double share_y = down ? line - y0 : 1 - (line - y0),
                      share_x = right ? column - x0 : 1 - (column - x0);
         const size_t value_row = row(batch, head, level, at_y, at_x);
+        const auto channels = static_cast<size_t>(shape_[3]);
+        const double* const gradient = &grad_output_[grad_row];
+        summation_.add(&gradients_.value[value_row], share_y * share_x * weight, gradient, channels);
         double dot = 0;
-        for (size_t channel = 0; channel < static_cast<size_t>(shape_[3]); ++channel) {
-          const double gradient = grad_output_[grad_row + channel];
-          summation_.add(gradients_.value[value_row + channel], share_y * share_x * weight * gradient);
-          dot += value_[value_row + channel] * gradient;
-        }
+        for (size_t channel = 0; channel < channels; ++channel)
+          dot += value_[value_row + channel] * gradient[channel];
         by_weight += share_y * share_x * dot;
         by_y += (down ? 1 : -1) * share_x * dot;
         by_x += (right ? 1 : -1) * share_y * dot;
