@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -20,7 +18,7 @@ from typing import Any
 
 import pytest
 from tests.cann_sim.build import Installation
-from tests.cann_sim.fixtures import REPOSITORY, inherited
+from tests.cann_sim.fixtures import inherited, template
 from tests.cann_sim.report import HOST_OBJECTS, Report, leaks
 from tests.congruence.arguments import DOCUMENTED, ND, differences, elements, names, values
 from tests.congruence.combinations import Combination, combinations
@@ -28,6 +26,7 @@ from tests.congruence.sides import BINDINGS
 from tests.congruence.signatures import SIGNATURES
 from tests.operators import GRID_SAMPLER_3D, GROUP_NORM, MSDA
 from tests.summary import Tally, tally_of
+from tests.worker_forks import ForkedWorker
 
 from npugrad.meta import TensorMeta
 from npugrad.ops import get_operator
@@ -86,7 +85,7 @@ def run(
 
 def _start(
     stack: ExitStack, installation: Installation, folder: Path, side: str, operator: str
-) -> subprocess.Popen[bytes]:
+) -> ForkedWorker:
     (folder / "report").mkdir(parents=True)
     environment = {
         **inherited(),
@@ -97,8 +96,9 @@ def _start(
     }
     output = stack.enter_context((folder / "output").open("wb"))
     errors = stack.enter_context((folder / "errors").open("wb"))
-    command = [sys.executable, "-m", "tests.congruence.sides", side, operator]
-    process = subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=output, stderr=errors)
+    process = template(installation, True).fork(
+        ["tests.congruence.sides", side, operator], (), output.fileno(), errors.fileno(), environment
+    )
     stack.callback(process.wait, 10)
     stack.callback(process.kill)
     return process
