@@ -6,9 +6,6 @@ from collections.abc import Mapping, Sequence
 from io import StringIO
 from statistics import mean
 
-from matplotlib import rc_context
-from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator
 from tests.benchmarks.goals import Goal
 from tests.benchmarks.harness import Row
 
@@ -28,6 +25,11 @@ def svg(
     axis: str = "peer's time / ours: right of 1 ours is faster",
 ) -> str:
     """The picture of one benchmark; rows of one case come one behind the other."""
+    # Here, because every process that collects the tests imports this module.
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator
+
     peers = list(dict.fromkeys(row.peer for row in rows))
     cases = list(dict.fromkeys((row.case, row.dtype) for row in rows))
     # Lines from the top, those of a case together.

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from markdown_it import MarkdownIt
+from markdown_it.token import Token
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(
@@ -38,10 +39,15 @@ def text_of(page: str) -> str:
     return (ROOT / page).read_text("utf-8")
 
 
+@cache
+def _tokens(path: Path) -> list[Token]:
+    return _MARKDOWN.parse(path.read_text("utf-8"))
+
+
 def blocks(page: str) -> list[Block]:
     """The blocks of code of a page in their order."""
     found, before = [], ""
-    for token in _MARKDOWN.parse(text_of(page)):
+    for token in _tokens(ROOT / page):
         if token.type == "fence":
             reason = _NOT_RUN.fullmatch(before)
             found.append(Block(token.info, token.content, reason[1] if reason else ""))
@@ -67,9 +73,8 @@ def commands_of(page: str) -> list[str]:
 
 def unclosed_lines(path: Path) -> list[int]:
     """The numbers of lines that open a block of code which nothing closes, so that it swallows the page."""
-    text = path.read_text("utf-8")
-    lines = text.splitlines()
-    fences = [token for token in _MARKDOWN.parse(text) if token.type == "fence"]
+    lines = path.read_text("utf-8").splitlines()
+    fences = [token for token in _tokens(path) if token.type == "fence"]
     return [
         token.map[0] + 1
         for token in fences
@@ -80,8 +85,7 @@ def unclosed_lines(path: Path) -> list[int]:
 @cache
 def anchors(path: Path) -> set[str]:
     """The anchors of a page's headings."""
-    tokens = _MARKDOWN.parse(path.read_text("utf-8"))
-    titles = [after.content for token, after in pairwise(tokens) if token.type == "heading_open"]
+    titles = [after.content for token, after in pairwise(_tokens(path)) if token.type == "heading_open"]
     return {_slug(title) for title in titles}
 
 
@@ -94,7 +98,7 @@ def _slug(title: str) -> str:
 def links(path: Path) -> list[str]:
     """Where the links and pictures of a page lead."""
     found = []
-    for token in _MARKDOWN.parse(path.read_text("utf-8")):
+    for token in _tokens(path):
         for child in token.children or ():
             target = child.attrGet("href") or child.attrGet("src")
             if target is not None:

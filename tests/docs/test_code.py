@@ -26,7 +26,7 @@ from npugrad_client.cli import app as client_app
 from npugrad_server.cli import app as server_app
 
 BEFORE = Path(__file__).parent / "before"
-WITH_PYTHON = [page for page in PAGES if python_of(page)]
+WITH_PYTHON = [page for page in PAGES if "```python" in text_of(page) and python_of(page)]
 QUICKSTART = "docs/quickstart.md"
 PRINTED = {
     "README.md": [

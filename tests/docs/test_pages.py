@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+from pathlib import Path
 
 from tests.docs.pages import PAGES, ROOT, anchors, links, text_of, unclosed_lines
 
@@ -15,13 +16,21 @@ import npugrad_client.torch
 from npugrad import OPERATORS
 from npugrad._tools.gen_docs import PARTS
 
-FILES = [path for path in sorted(ROOT.rglob("*.md")) if not {"node_modules", "build"} & set(path.parts)]
-FILES = [path for path in FILES if not any(part.startswith(".") for part in path.relative_to(ROOT).parts)]
+
+def files() -> list[Path]:
+    """Every page of the checkout, also those that are not committed yet."""
+    return [ROOT / name for name in git("ls-files", "--cached", "--others", "--exclude-standard", "*.md")]
+
+
+def git(*arguments: str) -> list[str]:
+    """The words that git prints."""
+    done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True)
+    return done.stdout.split()
 
 
 def test_links_lead_to_files_and_headings() -> None:
-    broken = []
-    for path in FILES:
+    broken, pages = [], files()
+    for path in pages:
         for link in links(path):
             target, _, anchor = link.partition("#")
             if "://" in target or target.startswith("mailto:"):
@@ -29,12 +38,12 @@ def test_links_lead_to_files_and_headings() -> None:
             file = (path.parent / target).resolve() if target else path
             if not file.exists() or (anchor and anchor not in anchors(file)):
                 broken.append(f"{path}: {link}")
-    assert len(FILES) > 20
+    assert len(pages) > 20
     assert broken == []
 
 
 def test_blocks_of_code_end() -> None:
-    assert {path: lines for path in FILES if (lines := unclosed_lines(path))} == {}
+    assert {path: lines for path in files() if (lines := unclosed_lines(path))} == {}
 
 
 def test_pages_of_the_site_link_to_no_file_outside_of_it() -> None:
@@ -49,8 +58,7 @@ def test_pages_of_the_site_link_to_no_file_outside_of_it() -> None:
 def test_paths_that_code_names_exist() -> None:
     """Comments, alerts, settings: what names a page by its path."""
     pattern, where = r"docs/[a-z/-]+\.md(#[a-z0-9-]+)?", [":!CHANGELOG.md", ":!tests/docs"]
-    command = ["git", "grep", "-ohE", pattern, "--", *where]
-    named = set(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split())
+    named = set(git("grep", "-ohE", pattern, "--", *where))
     assert len(named) > 5
     for name in named:
         page, _, anchor = name.partition("#")
