@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 
-from tests.cann_sim import scenarios_launch  # noqa: F401  registers its mistakes
 from tests.cann_sim.scenarios import main
 
 main(sys.argv[1])
