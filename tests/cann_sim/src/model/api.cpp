@@ -4,7 +4,6 @@
 #include <unistd.h>
 
 #include <chrono>
-#include <cstring>
 #include <string>
 #include <thread>
 
@@ -63,16 +62,6 @@ extern "C" {
 int cann_sim_marker(void) { return 1; }
 
 long long cann_sim_counter(const char* name) { return counter(name); }
-
-size_t cann_sim_counters(char* text, size_t bytes) {
-  const std::string json = counters_json();
-  if (bytes) {
-    const size_t length = std::min(json.size(), bytes - 1);
-    std::memcpy(text, json.data(), length);
-    text[length] = 0;
-  }
-  return json.size() + 1;
-}
 
 void cann_sim_set_plan(const char* plan) { set_plan(plan); }
 

@@ -32,7 +32,5 @@ extern "C" {
 int cann_sim_marker(void);                     // 1; that it exists is what matters
 long long cann_sim_counter(const char* name);  // one counter
 void cann_sim_set_plan(const char* plan);      // replaces what CANN_SIM_PLAN said
-// All counters as JSON; returns the bytes needed, with the final zero.
-size_t cann_sim_counters(char* text, size_t bytes);
 [[noreturn]] void cann_sim_trap(const char* function);  // for functions nobody modelled
 }

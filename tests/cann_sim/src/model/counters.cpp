@@ -77,14 +77,4 @@ int64_t counter(const std::string& name) {
   return found == board().by_name.end() ? 0 : found->second->value;
 }
 
-std::string counters_json() {
-  const std::lock_guard<std::mutex> lock(board().mutex);
-  std::string text = "{";
-  for (const auto& [name, record] : board().by_name) {
-    text += format("%s\"%s\": %lld", text.size() > 1 ? ", " : "", name.c_str(),
-                   static_cast<long long>(record->value));
-  }
-  return text + "}";
-}
-
 }  // namespace cann_sim

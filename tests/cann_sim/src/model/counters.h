@@ -20,7 +20,4 @@ void count_maximum(const std::string& name, int64_t value);
 // Value of a counter; 0 for one that never counted.
 int64_t counter(const std::string& name);
 
-// All counters as a JSON object.
-std::string counters_json();
-
 }  // namespace cann_sim
