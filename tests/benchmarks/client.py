@@ -38,11 +38,11 @@ from typing import Any
 import grpc
 import grpc.aio
 import numpy as np
-import numpy.typing as npt
 from tests.benchmarks.canned import SMALL, small_call
 from tests.benchmarks.contestant import difference
 from tests.benchmarks.goals import Figure, Goal, at_least, promised
 from tests.benchmarks.harness import Effort, Result, compare
+from tests.benchmarks.operands import Array, Call
 from tests.benchmarks.processes import ROOT, Entry, Field, LineProcess
 
 from npugrad.call import CallOptions
@@ -52,9 +52,6 @@ from npugrad.v1 import backward_pb2_grpc
 from npugrad_client import AsyncClient, Client
 from npugrad_client._call import prepare
 from npugrad_client._frames import unary_request
-
-Array = npt.NDArray[Any]
-Call = Callable[[], Mapping[str, Array]]
 
 TITLE = "Client: what it adds to a bare gRPC call"
 SUBTITLE = "smallest calls to a server that answers at once; bursts on one event loop; importing it"

@@ -15,7 +15,7 @@ import socket
 import struct
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import grpc
@@ -24,8 +24,7 @@ import numpy as np
 import numpy.typing as npt
 from google.protobuf.wrappers_pb2 import BytesValue
 from tests.benchmarks.contestant import tell
-
-Call = Callable[[], Mapping[str, npt.NDArray[Any]]]
+from tests.benchmarks.operands import Array, Call
 
 _LENGTH = struct.Struct("<Q")
 _OPTIONS = (
@@ -56,7 +55,7 @@ class GrpcEcho:
         """A call that sends an array of `nbytes` and returns one."""
         sent = payload(case["nbytes"])
 
-        def call() -> Mapping[str, npt.NDArray[Any]]:
+        def call() -> Mapping[str, Array]:
             return {"echo": np.frombuffer(self._echo(sent.tobytes()), np.float32)}
 
         _check(call(), sent)
@@ -78,7 +77,7 @@ class TcpEcho:
         received = np.empty_like(sent)
         source, target = sent.data.cast("B"), received.data.cast("B")
 
-        def call() -> Mapping[str, npt.NDArray[Any]]:
+        def call() -> Mapping[str, Array]:
             self._socket.sendall(_LENGTH.pack(source.nbytes))
             self._socket.sendall(source)
             _fill(self._socket, target)
@@ -88,7 +87,7 @@ class TcpEcho:
         return call
 
 
-def _check(found: Mapping[str, npt.NDArray[Any]], sent: npt.NDArray[Any]) -> None:
+def _check(found: Mapping[str, Array], sent: Array) -> None:
     if not np.array_equal(found["echo"], sent):
         raise RuntimeError("the echo is not what was sent")
 

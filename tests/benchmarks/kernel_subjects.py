@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 import numpy as np
-from tests.benchmarks.operands import Array, Call, Operands, empty_outputs, made
+from tests.benchmarks.operands import Array, Call, Operands, empty_outputs, made, results_of
 
 from npugrad.layout import view
 from npugrad.meta import CallMeta
@@ -21,12 +21,15 @@ from npugrad_server.pool.regions import RegionAllocator, aligned
 _TRIAD_STREAMS, _TRIAD_ITEMSIZE = 3, 4
 
 
-class _InProcess:
-    """Our kernel, in the caller's process."""
+class _WithKernels:
+    """Has the kernels that fit, and the probes beside them."""
 
     def __init__(self) -> None:
-        """Loads the kernels that fit."""
         self._kernels = Kernels(thread_count())
+
+
+class _InProcess(_WithKernels):
+    """Our kernel, in the caller's process."""
 
     def prepare(self, case: Mapping[str, Any]) -> Call:
         """One call, of operands made here."""
@@ -61,7 +64,7 @@ class KernelCall(_InProcess):
     def on(self, case: Mapping[str, Any], call: CallMeta, operands: Operands) -> Call:
         """One call into the arena."""
         record = get_operator(case["operator"])
-        metas = {name: meta for name, meta in record.infer(call).items() if meta is not None}
+        metas = results_of(case, call)
         offsets, nbytes = {}, 0
         for name, meta in metas.items():
             offsets[name] = nbytes
@@ -87,12 +90,8 @@ class KernelCall(_InProcess):
         return in_process
 
 
-class DramRoofline:
+class DramRoofline(_WithKernels):
     """As many bytes as a case has operands and results, by a non-temporal triad on all threads."""
-
-    def __init__(self) -> None:
-        """Loads the probes."""
-        self._kernels = Kernels(thread_count())
 
     def prepare(self, case: Mapping[str, Any]) -> Call:
         """Moves the bytes, between arrays that are there."""
@@ -112,12 +111,8 @@ class DramRoofline:
         return move
 
 
-class FmaRoofline:
+class FmaRoofline(_WithKernels):
     """As many floating-point operations as a case needs, as multiply-adds on registers on all threads."""
-
-    def __init__(self) -> None:
-        """Loads the probes."""
-        self._kernels = Kernels(thread_count())
 
     def prepare(self, case: Mapping[str, Any]) -> Call:
         """Does the operations of one call."""

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from npugrad.meta import CallMeta
+from npugrad.meta import CallMeta, TensorMeta
 from npugrad.ops import get_operator
 
 Array = npt.NDArray[Any]
@@ -42,11 +42,13 @@ def _turned(call: CallMeta, angle: float = 0.3, jitter_pixels: float = 1.0) -> A
     return np.asarray(points + moved).astype(meta.dtype.numpy)
 
 
+def results_of(case: Mapping[str, Any], call: CallMeta) -> dict[str, TensorMeta]:
+    """What each result is that the call has."""
+    metas = get_operator(case["operator"]).infer(call)
+    return {name: meta for name, meta in metas.items() if meta is not None}
+
+
 def empty_outputs(case: Mapping[str, Any], call: CallMeta, dtype: Any = None) -> dict[str, Array]:
     """New memory for each result, of its own type unless another one is named."""
-    metas = get_operator(case["operator"]).infer(call)
-    return {
-        name: np.empty(meta.shape, dtype or meta.dtype.numpy)
-        for name, meta in metas.items()
-        if meta is not None
-    }
+    metas = results_of(case, call)
+    return {name: np.empty(meta.shape, dtype or meta.dtype.numpy) for name, meta in metas.items()}

@@ -45,7 +45,7 @@ from typing import Any
 from tests.benchmarks.contestant import difference
 from tests.benchmarks.goals import Figure, Goal, at_least, promised
 from tests.benchmarks.harness import Effort, Result, compare
-from tests.benchmarks.operands import Array, Call, empty_outputs, made
+from tests.benchmarks.operands import Array, Call, empty_outputs, made, results_of
 from tests.benchmarks.processes import Contestant, Entry, Field, bare_server
 from tests.benchmarks.service_under_test import service
 from tests.operators import FLOYD, GRID_SAMPLER, GROUP_NORM, MSDA
@@ -106,9 +106,7 @@ class ServiceCall:
         """One call through the service."""
         call, operands = made(case)
         method = getattr(self._client, case["operator"])
-        names = [
-            name for name, meta in get_operator(case["operator"]).infer(call).items() if meta is not None
-        ]
+        names = results_of(case, call)
 
         def through_the_service() -> Mapping[str, Array]:
             grads = method(**operands, **call.attrs)

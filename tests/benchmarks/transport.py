@@ -28,15 +28,15 @@ What was expected before the first run
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import grpc
 import numpy as np
-import numpy.typing as npt
 from tests.benchmarks.echo import payload
 from tests.benchmarks.goals import Figure, Goal, at_least, promised
 from tests.benchmarks.harness import Effort, Result, compare
+from tests.benchmarks.operands import Array, Call
 from tests.benchmarks.processes import Entry, Field, bare_server
 from tests.benchmarks.service_under_test import service
 from tests.operators import GRID_SAMPLER
@@ -46,8 +46,6 @@ from npugrad.v1 import backward_pb2_grpc
 from npugrad_client import Client
 from npugrad_client._call import prepare
 from npugrad_client._frames import unary_request
-
-Call = Callable[[], Mapping[str, npt.NDArray[Any]]]
 
 TITLE = "Transport: S bytes out and S bytes back over loopback"
 SUBTITLE = "simulated device, which writes zeros; the peers only echo, their gRPC calls are unary"
@@ -100,7 +98,7 @@ class ServiceEcho:
         """A call that sends an image of `nbytes` and returns its gradient."""
         given = arguments(case["nbytes"])
 
-        def call() -> Mapping[str, npt.NDArray[Any]]:
+        def call() -> Mapping[str, Array]:
             return {"echo": self._client.grid_sampler_2d_backward(**given).input_grad}
 
         _check(call(), given["input"])
@@ -122,7 +120,7 @@ class StubEcho:
         request = unary_request(prepare(GRID_SAMPLER, operands, given, None, CallOptions()))
         method = getattr(self._stub, GRID_SAMPLER.rpc)
 
-        def call() -> Mapping[str, npt.NDArray[Any]]:
+        def call() -> Mapping[str, Array]:
             data = method(request).input_grad.data
             return {"echo": np.frombuffer(data, np.float32).reshape(image.shape)}
 
@@ -130,7 +128,7 @@ class StubEcho:
         return call
 
 
-def _check(found: Mapping[str, npt.NDArray[Any]], image: npt.NDArray[Any]) -> None:
+def _check(found: Mapping[str, Array], image: Array) -> None:
     if found["echo"].shape != image.shape or found["echo"].any():
         raise RuntimeError(
             "the reply is not what the simulated device writes: zeros in the shape of the image"
