@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-needs_make = pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
+pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
 BUILD = "server/kernels/build.py --optional"
 
 
@@ -29,7 +29,6 @@ def touch(path: Path, seconds_ago: float) -> None:
     os.utime(path, (then, then))
 
 
-@needs_make
 @pytest.mark.parametrize("target", ["test", "demo", "bench", "bench-kernels", "test-npu"])
 def test_kernels_are_built_again_when_their_sources_are_newer(target: str, tmp_path: Path) -> None:
     touch(tmp_path / ".stamp", 0)
@@ -41,7 +40,6 @@ def test_kernels_are_built_again_when_their_sources_are_newer(target: str, tmp_p
     assert "pip install" not in found, "an edit of the kernels alone sets up no environment"
 
 
-@needs_make
 def test_every_file_that_the_builder_looks_at_counts_as_a_source(tmp_path: Path) -> None:
     touch(tmp_path / ".stamp", 0)
     touch(tmp_path / ".kernels", -3600)
@@ -51,13 +49,11 @@ def test_every_file_that_the_builder_looks_at_counts_as_a_source(tmp_path: Path)
         assert BUILD in commands("test", tmp_path, "-W", edited), edited
 
 
-@needs_make
 def test_a_new_environment_alone_does_not_make_the_kernels_stale(tmp_path: Path) -> None:
     touch(tmp_path / ".kernels", 0)
     touch(tmp_path / ".stamp", -3600)
     assert BUILD not in commands("test", tmp_path)
 
 
-@needs_make
 def test_clean_removes_the_libraries() -> None:
     assert "server/npugrad_server/backends/cpu/lib" in commands("clean", Path("build/none"))

@@ -179,6 +179,8 @@ def failures_in(run: Run, tmp_path: Path, *arguments: str) -> dict[str, str]:
 def test_every_numbered_test_speaks_and_so_do_those_of_the_contract_and_the_others_stand(
     begun: Run, tmp_path: Path
 ) -> None:
+    """One test, because a copy of the repository for each of several processes would take longer."""
+    _has_the_form_of_the_rest_and_is_not_begun_again(begun)
     # Whatever is named is collected; those of the recipe and of the contract run.
     others = ("tests/e2e", "tests/congruence", "tests/server/acl", "tests/server/backends")
     of_others = [f"--ignore-glob=*/contract/*/test_{name}.py" for name in OPERATORS]
@@ -205,9 +207,7 @@ def test_every_numbered_test_speaks_and_so_do_those_of_the_contract_and_the_othe
         assert re.match(r"AssertionError|(NotImplementedError|Failed): TODO", text), f"{name}: {text}"
 
 
-@pytest.mark.slow
-@pytest.mark.deep
-def test_what_is_begun_has_the_form_of_the_rest_and_is_not_begun_again(begun: Run) -> None:
+def _has_the_form_of_the_rest_and_is_not_begun_again(begun: Run) -> None:
     for command in ("check", "format --check"):
         done = begun(sys.executable, "-m", "ruff", *command.split(), "protos", "client", "tests/contract")
         assert done.returncode == 0, done.stdout + done.stderr

@@ -36,18 +36,8 @@ def test_each_process_hands_in_its_counts(processes: tuple[str, ...], tmp_path: 
     for number in (10, 20):
         (tmp_path / f"test_{number}.py").write_text(TESTS.format(number=number))
     # Its own settings and no other plugins: those of this repository are for its own tests.
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-p",
-        "tests.summary",
-        "-p",
-        "no:cacheprovider",
-        "-q",
-        *processes,
-    ]
-    command += ["--rootdir", str(tmp_path), "-c", "/dev/null", str(tmp_path)]
+    options = ("-p", "tests.summary", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), "-c", "/dev/null")
+    command = [sys.executable, "-m", "pytest", "-q", *options, *processes, str(tmp_path)]
     environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False

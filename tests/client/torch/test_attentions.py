@@ -537,12 +537,6 @@ def test_a_broken_call_is_refused_before_anything_is_done(
     assert not isinstance(refused.value, NullOperand)
 
 
-def test_a_mask_of_the_wrong_shape_is_refused(client: Client) -> None:
-    mask = torch.zeros(1, 1, 16, 128, dtype=torch.bool)
-    with pytest.raises(TilingError, match="atten_mask: found"):
-        fused_floyd_attention(*FLOYD.legal(), atten_mask=mask, client=client)
-
-
 def test_a_level_outside_of_value() -> None:
     value, *others = operands()
     message = r"spatial_shape: found level 2 of 1 x 1 from key 47; .* has 47 keys"
@@ -573,6 +567,8 @@ def test_nor_does_floyd_mistake_its_scale_and_mask(client: Client) -> None:
     call = FLOYD.legal()
     with pytest.raises(TypeError, match=r"atten_mask: found ndarray; expected a torch CPU tensor$"):
         fused_floyd_attention(*call, atten_mask=wide_mask(16, 128).numpy(), client=client)
+    with pytest.raises(TilingError, match="atten_mask: found"):
+        fused_floyd_attention(*call, atten_mask=torch.zeros(1, 1, 16, 128, dtype=torch.bool), client=client)
     for position in range(5):
         without: list[Any] = [None if number == position else t for number, t in enumerate(call)]
         with pytest.raises(NullOperand, match=f"{FLOYD.names[position]}: found null"):

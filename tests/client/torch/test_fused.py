@@ -211,10 +211,13 @@ def test_a_warning_that_is_an_error_leaves_nothing_entered(
     assert not is_fused(original(*operands()))
 
 
-def test_a_users_own_function_under_a_known_name_is_left_alone(
+def test_what_a_user_or_another_library_put_under_a_known_name_is_left_alone(
     client: Client, home: Home, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    call = operands()
+    call, original = operands(), home.function
+    home.function = wrapped = functools.wraps(original)(lambda *args: original(*args))
+    with pytest.warns(RemoteWarning, match="not replaced"), remote(client, min_bytes=0):
+        assert home.function is wrapped
     home.function = own = library(monkeypatch, "my.model", MMCV[1]).multi_scale_deformable_attn_pytorch
     mode = remote(client, min_bytes=0)
     with pytest.warns(RemoteWarning, match="not replaced: something else is in its place"):
@@ -225,18 +228,6 @@ def test_a_users_own_function_under_a_known_name_is_left_alone(
     mode.__exit__(None, None, None)
     assert sent(mode) == {COMPOSED: len(LEVELS)}
     assert home.function is own
-
-
-def test_a_function_that_another_library_wrapped_is_left_alone(client: Client, home: Home) -> None:
-    original = home.function
-
-    @functools.wraps(original)
-    def theirs(*args: Any) -> Any:
-        return original(*args)
-
-    home.function = theirs
-    with pytest.warns(RemoteWarning, match="not replaced"), remote(client, min_bytes=0):
-        assert home.function is theirs
 
 
 def test_what_is_patched_over_wins_and_nothing_of_it_is_undone(client: Client, home: Home) -> None:
