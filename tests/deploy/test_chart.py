@@ -6,7 +6,6 @@ No cluster takes part. What only a cluster or a card can show is listed in docs/
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
@@ -30,14 +29,10 @@ from tests.deploy.releases import (
 )
 from tests.deploy.schemas import CUSTOM_KINDS, KUBERNETES, check
 
+import npugrad
 from npugrad_server.pages import LIVEZ, PROBE_TIMEOUT_S, READYZ
 from npugrad_server.start_checks import ready_timeout_s
 from npugrad_server.tenants import parse_tenants
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 DRA_KUBERNETES = Version("1.34")
 """The first with resource.k8s.io/v1."""
@@ -122,8 +117,7 @@ def test_custom_kinds_are_those_of_the_chart() -> None:
 
 def test_helm_finds_nothing_wrong_with_the_chart() -> None:
     assert lint(CHART)["errors"] == []
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
-    assert chart().metadata["appVersion"] == project["version"]
+    assert chart().metadata["appVersion"] == npugrad.__version__
 
 
 # ----------------------------------------------------------------------------------------- settings
