@@ -14,6 +14,7 @@ import subprocess
 import sys
 import zipfile
 from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from platform import machine
 from typing import Any
@@ -29,8 +30,6 @@ if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
-
-from collections.abc import Iterator, Mapping
 
 Stage = Mapping[str, list[str]]
 
