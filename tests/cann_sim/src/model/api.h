@@ -29,8 +29,8 @@ inline bool operator<(const Release& one, const Release& other) {
 
 // Interface of the simulator itself, for tests and for software that must say SIMULATED.
 extern "C" {
-int cann_sim_marker(void);                     // 1; that it exists is what matters
-long long cann_sim_counter(const char* name);  // one counter
-void cann_sim_set_plan(const char* plan);      // replaces what CANN_SIM_PLAN said
+int cann_sim_marker(void);                              // 1; that it exists is what matters
+long long cann_sim_counter(const char* name);           // one counter
+void cann_sim_set_plan(const char* plan);               // replaces what CANN_SIM_PLAN said
 [[noreturn]] void cann_sim_trap(const char* function);  // for functions nobody modelled
 }
