@@ -33,6 +33,12 @@ pytest_plugins = [
 gc.disable()
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with what takes longest: at the end, all other processes would only wait for it."""
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
+
+
 def pytest_collection_finish() -> None:
     """Collect garbage from here on, and only that of the tests."""
     gc.freeze()

@@ -112,6 +112,7 @@ def test_one_case_gives_table_lines_and_picture(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.deep
+@pytest.mark.long
 def test_so_do_the_others(tmp_path: Path) -> None:
     said, found = lines_of(tmp_path, "service", "client", "memory", "frames")
     for bench in ("service", "client"):
@@ -131,6 +132,7 @@ def test_so_do_the_others(tmp_path: Path) -> None:
 @needs_kernels
 @pytest.mark.slow
 @pytest.mark.deep
+@pytest.mark.long
 def test_kernels_have_their_errors_memory_and_rooflines(tmp_path: Path) -> None:
     said, found = lines_of(tmp_path, "kernels", "--operator", "group_norm", "--case", "64x64x8x8")
     judge("kernels", tmp_path, said, found)

@@ -102,6 +102,7 @@ def failed(*reports: StepReport) -> dict[str, list[str]]:
     return {one.key: [check.name for check in one.failures] for one in reports if one.outcome != "passed"}
 
 
+@pytest.mark.long
 def test_all_steps_pass_and_say_that_they_are_simulated(accept: Accept) -> None:
     found = accept("--device", "0", "--soak-s", SOAK_S)
     assert (found.status, failed(*found.report.steps)) == (0, {}), found.shown + found.log[-4000:]

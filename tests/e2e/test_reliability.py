@@ -125,7 +125,10 @@ def stack() -> Iterator[ExitStack]:
 
 @pytest.mark.parametrize(
     ("listen", "kills", "restarts", "least_calls"),
-    [pytest.param(f"{ALONE}:0", 20, 5, 2000, marks=pytest.mark.deep), ("unix", 1, 1, 100)],
+    [
+        pytest.param(f"{ALONE}:0", 20, 5, 2000, marks=[pytest.mark.deep, pytest.mark.long]),
+        ("unix", 1, 1, 100),
+    ],
     ids=["tcp", "unix"],
 )
 def test_no_accepted_call_is_lost_or_wrong(

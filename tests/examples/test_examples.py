@@ -170,6 +170,7 @@ def test_registration_at_least_halves_the_error_and_writes_a_picture(
 @pytest.mark.torch
 @pytest.mark.deep
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_detector_learns_to_find_shapes(server: ServerProcess) -> None:
     pytest.importorskip("torch")
     # Not as a fork: it may take longer than these.
