@@ -261,6 +261,7 @@ async def test_processes_that_cannot_be_started_leave_nothing_behind_and_the_dev
     try:
         while seen.failed < len(SPARES):
             # Whatever else this process closes meanwhile is room for a start, then to be lost again.
+            assert started < 10, "something else makes room at each start"
             await _lose(pool, seen, len(seen.lost))
             started += 1
             await until(lambda: seen.failed == len(SPARES) or pool.devices()[0].state is DeviceState.READY)
