@@ -11,6 +11,7 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -131,6 +132,45 @@ def test_no_call_opens_a_descriptor(start_server: StartServer) -> None:
     full.signal(signal.SIGTERM)
     assert full.wait() == 0
     assert "Traceback" not in full.log_text()
+
+
+def await_health(answers: Any, status: int) -> None:
+    """Reads until a watch says so; whatever it says before is skipped."""
+    while next(answers).status != status:
+        pass
+
+
+@pytest.mark.slow
+def test_devices_are_back_once_the_host_has_descriptors_again(start_server: StartServer) -> None:
+    """A device is down after two losses in a row, and liveness half a second later."""
+    server = start_server(
+        *("--max-respawns", "1", "--respawn-backoff-s", "0.02", "--respawn-backoff-max-s", "0.2"),
+        *("--liveness-down-limit-s", "0.5"),
+        devices="test:2?compute=1",
+    )
+    pid, made = server.process.pid, sample()
+    with server.channel() as channel:
+        ready, alive = watch_health(channel), watch_health(channel, "liveness")
+        await_health(ready, SERVING)
+        limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (3, limits[1]))
+        for worker in workers_of(pid):
+            os.kill(worker, signal.SIGKILL)
+        await_health(ready, NOT_SERVING)
+        await_health(alive, NOT_SERVING)
+        eventually(
+            lambda: all(f"test:{index}: down" in server.log_text() for index in (0, 1)),
+            "both are down",
+            server,
+        )
+        failure = failure_of(lambda: call_unary(channel, made.record, made.message()))
+        assert (failure.status, failure.error.reason) == (grpc.StatusCode.UNAVAILABLE, "NO_DEVICE")
+        assert "Too many open files" in str(failure.error)
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
+        await_health(ready, SERVING)
+        await_health(alive, SERVING)
+        call_unary(channel, made.record, made.message())
+    eventually(lambda: len(workers_of(pid)) == 2, "both devices have a worker", server)
 
 
 # ------------------------------------------------------------------------------------------- memory

@@ -5,6 +5,7 @@ That every sample of every operator has the right result is the matter of `test_
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 from tests.calls import TIMEOUT_S, call_unary, cpu_backend, failure_of, fill, repeated, sample
 from tests.e2e.harness import case, eventually, idle
-from tests.fix_server import StartServer, run_server
+from tests.fix_server import ServerProcess, StartServer, run_server
 from tests.operators import GRID_SAMPLER, GRID_SAMPLER_3D, GROUP_NORM
 
 from npugrad import TensorMeta, codec
@@ -99,7 +100,7 @@ def test_reply_that_no_message_can_hold_is_refused_before_it_is_run(server_chann
     assert "use Execute" in str(failure.error)
 
 
-# --------------------------------------------------------------------------- deadlines and failing devices
+# ----------------------------------------------------------------- deadlines, overload and failing devices
 
 
 def test_deadlines_pass_in_the_queue_until_run_times_are_known_and_are_then_refused(tmp_path: Path) -> None:
@@ -123,9 +124,47 @@ def test_deadlines_pass_in_the_queue_until_run_times_are_known_and_are_then_refu
         again.cancel()
 
 
-def test_failure_of_a_device_reaches_the_caller_with_its_reason(start_server: StartServer) -> None:
-    made, failing = sample(), start_server(devices="test:1?compute=1&oom=oom&bug=bug&corrupt=corrupt")
-    with failing.channel() as channel:
+@pytest.fixture(scope="module")
+def busy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A device that takes its time and fails calls by their label, and room for two calls to wait."""
+    log_path = tmp_path_factory.mktemp("busy") / "server.log"
+    devices = "test:1?ms=300&compute=1&oom=oom&bug=bug&corrupt=corrupt"
+    with run_server(log_path, "--max-queue-depth", "2", devices=devices) as running:
+        yield running
+
+
+def test_cancelled_call_frees_everything(busy: ServerProcess) -> None:
+    made = sample()
+    with busy.channel() as channel:
+        method = backward_pb2_grpc.BackwardServiceStub(channel).GroupNormBackward
+        running, waiting = (method.future(made.message(), timeout=TIMEOUT_S) for _ in range(2))
+        waiting.cancel()
+        running.result()
+        with pytest.raises(grpc.FutureCancelledError):
+            waiting.result()
+    eventually(lambda: idle(busy.info()), "no arena byte in use", busy)
+
+
+def test_overload_is_refused_with_a_time_to_retry(busy: ServerProcess) -> None:
+    made = sample()
+    with busy.channel() as channel:
+        method = backward_pb2_grpc.BackwardServiceStub(channel).GroupNormBackward
+        calls = [method.future(made.message(), timeout=TIMEOUT_S) for _ in range(6)]
+        failures = [failure_of(call.result) for call in calls if call.exception() is not None]
+        answered = sum(call.exception() is None for call in calls)
+    assert failures, "six calls at once fitted into a queue of two"
+    assert answered >= 1
+    assert len(failures) + answered == 6
+    for failure in failures:
+        assert failure.status is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert failure.error.reason == "QUEUE_FULL"
+        assert failure.error.retryable
+        assert failure.error.retry_after_s  # type: ignore[attr-defined]
+
+
+def test_failure_of_a_device_reaches_the_caller_with_its_reason(busy: ServerProcess) -> None:
+    made = sample()
+    with busy.channel() as channel:
         for label, verify, status, reason in (
             ("oom", False, grpc.StatusCode.RESOURCE_EXHAUSTED, "DEVICE_OUT_OF_MEMORY"),
             ("bug", False, grpc.StatusCode.INTERNAL, "INTERNAL"),
@@ -138,3 +177,4 @@ def test_failure_of_a_device_reaches_the_caller_with_its_reason(start_server: St
                 result = call_unary(channel, made.record, made.message(verify=True))
                 found = {name: content.data for name, content in result.contents.items()}
                 assert found == made.reference()
+    busy.assert_nothing_leaked()
