@@ -187,9 +187,8 @@ def start_npu_server(
             nonlocal count
             count += 1
             simulator, folder = installation or install_cann_sim(), tmp_path / f"npu{count}"
-            if (
-                installation is not None
-            ):  # what is forked has to be made first, which only pays more than once
+            # A template to fork has to be made first, which does not pay for one server.
+            if installation is not None:
                 options.setdefault("program", SERVER_PROGRAM)
             return stack.enter_context(run_npu_server(simulator, folder, *flags, **options))
 

@@ -31,7 +31,7 @@ class Stat(NamedTuple):
         state: A letter; Z when it has ended and nobody has waited for it.
         parent: Number of its parent.
         session: Number of its session.
-        start: When it was started, in ticks of the clock since the boot; with its number nobody else's.
+        start: Clock ticks from the boot to its start; tells it from a later process of the same number.
     """
 
     pid: int
@@ -50,8 +50,10 @@ def processes() -> list[Stat]:
     found = []
     for name in os.listdir("/proc"):
         if name.isdecimal() and (text := _read(name, "stat")):
+            # From the third field of proc(5) on; the second one, a name, may hold anything.
             state, parent, _, session, *more = text.rpartition(b")")[2].split()
-            found.append(Stat(int(name), state.decode(), int(parent), int(session), int(more[15])))
+            start = more[15]  # the 22nd field
+            found.append(Stat(int(name), state.decode(), int(parent), int(session), int(start)))
     return found
 
 
@@ -93,7 +95,7 @@ def end_descendants(mark: str, worker: int, timeout_s: float) -> list[int]:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(each.pid, signal.SIGKILL)
             killed |= {(each.pid, each.start) for each in found}
-            # One that is ending has given its memory back, the mark with it, before its files and the device.
+            # A process that ends gives back its memory, which holds the mark, before its files.
             left = [each.pid for each in alive if (each.pid, each.start) in killed]
             if not left or time.monotonic() >= end_s:
                 return left

@@ -45,9 +45,11 @@ def run(rig: Rig, call: CallMeta) -> dict[str, Any]:
 
 
 def test_the_operator_sees_every_byte_of_every_attribute(rig: Rig) -> None:
+    outputs = set[str]()
     for sample in SYNTHETIC.samples(Product.ATLAS_A2):
         call = sample.call
         found = run(rig, call)
+        outputs |= found.keys()
         with told(sample.name):
             if "seen" in found:
                 assert found["seen"].astype(np.uint8).tobytes() == seen(call.attrs)
@@ -56,6 +58,7 @@ def test_the_operator_sees_every_byte_of_every_attribute(rig: Rig) -> None:
                 expected = np.zeros(found["scaled"].shape)
                 SYNTHETIC.reference(inputs, call.attrs, {"scaled": expected})
                 np.testing.assert_allclose(found["scaled"], expected, rtol=2e-3)
+    assert outputs == {"seen", "scaled"}
 
 
 def test_the_simulator_agrees_when_called_directly(runtime: Runtime) -> None:

@@ -67,15 +67,6 @@ class Driven(Scheduler):
         """A call is answered and closed."""
         return self.end(start, now=now, **told) + self.close(start.call, now)
 
-    def run_all(self, first: Sequence[Command]) -> list[int]:
-        """Answers and closes every call that starts, in turn; returns the order of the starts."""
-        order, todo = [], list(of(StartCall, first))
-        while todo:
-            start = todo.pop(0)
-            order.append(start.call)
-            todo += of(StartCall, self.finish(start))
-        return order
-
     def lose(self, worker: int = 0, now: float = 0, why: str = "signal 9", **told: Any) -> list[Command]:
         """The process of a device ends."""
         return self.lost(worker, self.workers[worker].incarnation, why, now, **told)
