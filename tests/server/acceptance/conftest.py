@@ -49,7 +49,8 @@ def bench_on(device: str, arena_bytes: int = 64 << 20) -> Rig:
     return Rig(BenchSettings(device, Product.ATLAS_A2, start_timeout_s=30, arena_bytes=arena_bytes))
 
 
-@pytest.fixture(scope="package", autouse=True)
+# Not of the package: tests of others run before its last one, and their workers are what they say.
+@pytest.fixture(scope="module", autouse=True)
 def fast_workers() -> Iterator[None]:
     """Steps start worker after worker: a fork takes a tenth of the time."""
     with forked_workers():

@@ -25,6 +25,7 @@ from npugrad.call import CallOptions
 from npugrad.layout import content
 from npugrad_server.devices import resolve
 from npugrad_server.pool import DevicePool, DeviceState, Outcome, PlannedCall, PoolObserver, PoolSettings
+from npugrad_server.pool.process import WorkerProcess
 
 Arrays = Mapping[str, npt.NDArray[Any] | None]
 Test = Callable[..., Awaitable[None]]
@@ -44,6 +45,9 @@ SETTINGS = PoolSettings(
     max_respawns=3,
     device_memory_bytes=1 << 20,
 )
+
+_SPAWN = WorkerProcess._spawn
+"""How a worker starts where no test has it forked."""
 
 
 # ---------------------------------------------------------------------------------------------- calls
@@ -230,6 +234,7 @@ def in_pool(
             names = (devices,) if isinstance(devices, str) else devices
             named = tuple(name.format_map(fixtures) for name in names)
             settings = replace(SETTINGS, devices=resolve(named[0]) if isinstance(devices, str) else named)
+            assert forked or WorkerProcess._spawn is _SPAWN, "another test has them forked"
             with forked_workers() if forked else nullcontext():
                 before = _resources()
                 asyncio.run(play(replace(settings, **changes), **fixtures))
