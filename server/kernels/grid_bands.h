@@ -81,5 +81,16 @@ class Bands {
   int64_t shares_ = 0;
 };
 
+// Groups of points: those of a band, those of a list, or the first `count` of all.
+struct Touching {
+  const std::vector<Bands::Entry>* entries;
+  const std::vector<int64_t>* list;
+  int64_t count;
+  NPUGRAD_INLINE int64_t operator[](int64_t i) const {
+    const auto at = static_cast<size_t>(i);
+    return entries ? (*entries)[at].group : list ? (*list)[at] : i;
+  }
+};
+
 }  // namespace npugrad
 #endif

@@ -9,6 +9,7 @@
 
 #include <vector>
 
+#include "grid_crowds.h"
 #include "grid_points.h"
 
 namespace npugrad {
@@ -44,6 +45,11 @@ class GridNearest {
   static constexpr int64_t kSpan = 1 << 11;          // points of a task
   static constexpr int64_t kStreamBytes = 16 << 20;  // size of input_grad from which it bypasses the cache
 
+  // Scratch memory of the tasks that run in it.
+  struct Slot {
+    Buffer<float> sums;
+    Crowds crowds;
+  };
   // A point, and the voxel of its band that it gives to.
   struct Hit {
     int32_t cell, point;
@@ -58,22 +64,38 @@ class GridNearest {
     });
     call_.parallel(count, [&](int64_t at, int) { sort(at); });
     const int64_t groups = ceil_div(c_, kChannels);
-    std::vector<Buffer<float>> slots(static_cast<size_t>(call_.threads()));
+    std::vector<Slot> slots(static_cast<size_t>(call_.threads()));
     call_.parallel(count * bands_ * groups, [&](int64_t task, int slot) {
-      Buffer<float>& sums = slots[static_cast<size_t>(slot)];
-      if (!sums.get()) {
-        sums = call_.template scratch<float>(kAtOnce * kPitch);
-        std::fill_n(sums.get(), kAtOnce * kPitch, 0.0f);  // and so they are between tasks
+      Slot& own = slots[static_cast<size_t>(slot)];
+      if (!own.sums.get()) {
+        own.sums = call_.template scratch<float>(kAtOnce * kPitch);
+        std::fill_n(own.sums.get(), kAtOnce * kPitch, 0.0f);  // and so they are between tasks
       }
-      const int64_t at = task / groups / bands_;
+      const int64_t at = task / groups / bands_, band = task / groups % bands_;
       const Span channels(task % groups, kChannels, c_);
+      const bool crowded = is_crowded(at, band, own.crowds);
       int64_t channel = channels.begin;
       for (; channel + kAtOnce <= channels.end; channel += kAtOnce)
-        run_band<kAtOnce>(at, image + at, channel, task / groups % bands_, sums.get());
-      for (; channel < channels.end; ++channel)
-        run_band<1>(at, image + at, channel, task / groups % bands_, sums.get());
+        run_band<kAtOnce>(at, image + at, channel, band, crowded, own.sums.get());
+      for (; channel < channels.end; ++channel) run_band<1>(at, image + at, channel, band, crowded, own.sums.get());
       stream_fence();
     });
+  }
+
+  // Points of an image that reach a band.
+  struct Hits {
+    const Hit *begin, *end;
+  };
+  Hits hits_of(int64_t at, int64_t band) const {
+    const int64_t* starts = &starts_[static_cast<size_t>(at * (bands_ + 1) + band)];
+    return {&hits_[at * points_] + starts[0], &hits_[at * points_] + starts[1]};
+  }
+  bool is_crowded(int64_t at, int64_t band, Crowds& crowds) const {
+    const Hits hits = hits_of(at, band);
+    crowds.reset(call_, kBand);
+    for (int64_t i = 0; 16 * (i + 1) <= hits.end - hits.begin && !crowds.found(); ++i)
+      crowds.count(hits.begin[16 * i + Crowds::chosen(i)].cell);
+    return crowds.found();
   }
 
   // The numbers of the voxels that points lie nearest to; -1 where they reach none.
@@ -138,16 +160,19 @@ class GridNearest {
 
   // Some channels of a band: sums what its points give, and writes it.
   template <int K>
-  void run_band(int64_t at, int64_t image, int64_t channel, int64_t band, float* sums) const {
+  void run_band(int64_t at, int64_t image, int64_t channel, int64_t band, bool crowded, float* sums) const {
     const bool here = in_place();
     const int64_t apart = here ? grad_output_.stride(1) : points_;
     const float* const grads =
         here ? grad_output_.data<const float>() + image * grad_output_.stride(0) + channel * apart
              : copies_.get() + (at * c_ + channel) * points_;
-    const int64_t* starts = &starts_[static_cast<size_t>(at * (bands_ + 1) + band)];
-    const Hit* const end = &hits_[at * points_] + starts[1];
-    for (const Hit* hit = &hits_[at * points_] + starts[0]; hit < end; ++hit)
-      for (int k = 0; k < K; ++k) sums[k * kPitch + hit->cell] += grads[k * apart + hit->point];
+    const Hits hits = hits_of(at, band);
+    if (crowded) {
+      for (int k = 0; k < K; ++k) sum_exactly(hits, grads + k * apart, sums + k * kPitch);
+    } else {
+      for (const Hit* hit = hits.begin; hit < hits.end; ++hit)
+        for (int k = 0; k < K; ++k) sums[k * kPitch + hit->cell] += grads[k * apart + hit->point];
+    }
     const int64_t count = Span(band, kBand, voxels_).size();
     for (int k = 0; k < K; ++k) {
       T* const to = input_grad_.data<T>() + (image * c_ + channel + k) * voxels_ + band * kBand;
@@ -157,6 +182,14 @@ class GridNearest {
         write<false>(sums + k * kPitch, count, to);
       }
     }
+  }
+
+  // The same sums in float64, rounded once.
+  static __attribute__((noinline)) void sum_exactly(const Hits& hits, const float* grads, float* sums) {
+    std::vector<double> exact(kBand);
+    for (const Hit* hit = hits.begin; hit < hits.end; ++hit)
+      exact[static_cast<size_t>(hit->cell)] += double{grads[hit->point]};
+    std::copy(exact.begin(), exact.end(), sums);
   }
 
   // Sums become 0. Stream: whole vectors bypass the cache.

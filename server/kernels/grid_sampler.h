@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "grid_bands.h"
+#include "grid_crowds.h"
 #include "grid_windows.h"
 #include "runtime.h"
 
@@ -56,7 +57,9 @@ class GridSampler {
     Buffer<float> image, sums;  // sums are 0 between windows
     int64_t floats = 0;
     Buffer<Group> table;
-    Buffer<double> partial;
+    Buffer<double> partial, exact;
+    int64_t doubles = 0;
+    Crowds crowds;
     Listing listing;
   };
 

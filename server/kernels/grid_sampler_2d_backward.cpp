@@ -13,7 +13,7 @@
 // A task is an image and some of its blocks of channels; where these are few, one band of rows of them (grid_bands.h).
 // Sums of grid_grad are float32 over a block, float64 over blocks, in order. Where one is not finite it is computed again
 // in float64, term by term as the reference does.
-#include "grid_task.h"
+#include "grid_exact.h"
 
 namespace npugrad {
 

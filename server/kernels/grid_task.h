@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "grid_corners.h"
+#include "grid_crowds.h"
 #include "grid_sampler.h"
 #include "interleave.h"
 
@@ -110,27 +111,47 @@ class GridSampler<T>::Task {
     return found;
   }
 
+  // The groups of points that touch a window.
+  Touching touching(int64_t index) const {
+    const auto* entries = banded_ ? &banded_->bands.entries(index) : nullptr;
+    const auto* list = listed_ ? &slot_.listing.groups(index) : nullptr;
+    return {entries, list, entries ? static_cast<int64_t>(entries->size())
+                                   : list ? static_cast<int64_t>(list->size()) : groups_};
+  }
+
   template <int L>
   void with_channels(int64_t index, const Window& window, int64_t block, int channels) {
-    const bool together = whole_.gather_ && whole_.scatter_;
+    Crowds& crowds = slot_.crowds;
+    if (whole_.scatter_ && block == begin_) crowds.reset(whole_.call_, window.outside());
+    const bool scatter = whole_.scatter_ && !crowds.found(), together = whole_.gather_ && scatter;
     if (together) {
       read_image<kPixel<L, true, true>>(window, block, channels);
     } else if (whole_.gather_) {
       read_image<L>(window, block, channels);
     }
-    if (whole_.sampling_.nearest) {
-      pass<L, true, false, true>(index, window, block, channels);
-    } else if (!whole_.gather_) {
-      pass<L, true, false, false>(index, window, block, channels);
-    } else if (!whole_.scatter_) {
-      pass<L, false, true, false>(index, window, block, channels);
-    } else {
+    if (together) {
       pass<L, true, true, false>(index, window, block, channels);
+    } else if (whole_.gather_) {
+      pass<L, false, true, false>(index, window, block, channels);
+    } else if (scatter && whole_.sampling_.nearest) {
+      pass<L, true, false, true>(index, window, block, channels);
+    } else if (scatter) {
+      pass<L, true, false, false>(index, window, block, channels);
     }
-    if constexpr (kPixel<L, true, true> > L)
-      if (together) return write_sums<kPixel<L, true, true>>(window, block, channels);
-    if (whole_.scatter_) write_image<L>(window, block, channels);
+    const bool beside = together && kPixel<L, true, true> > L;
+    if (whole_.scatter_ && crowds.found()) {
+      if (scatter && !beside) std::memset(slot_.sums.get(), 0, static_cast<size_t>(window.pixels() * L) * sizeof(float));
+      sum_exactly<L>(index, window, block, channels);
+    } else if (beside) {
+      write_sums<kPixel<L, true, true>>(window, block, channels);
+    } else if (scatter) {
+      write_image<L>(window, block, channels);
+    }
   }
+
+  // input_grad of a window with crowded pixels, summed in float64.
+  template <int L>
+  void sum_exactly(int64_t index, const Window& window, int64_t block, int channels);
 
   template <int L>
   void read_image(const Window& window, int64_t block, int channels) {
@@ -307,34 +328,32 @@ class GridSampler<T>::Task {
   template <int L, bool Scatter, bool Gather, bool Nearest>
   void pass(int64_t index, const Window& window, int64_t block, int channels) {
     const bool first = !listed_ && block == begin_;
-    const std::vector<int64_t>* list = listed_ ? &slot_.listing.groups(index) : nullptr;
-    const std::vector<Bands::Entry>* entries = banded_ ? &banded_->bands.entries(index) : nullptr;
-    const auto count = static_cast<int64_t>(
-        entries ? entries->size() : list ? list->size() : static_cast<size_t>(groups_));
+    const Touching groups = touching(index);
+    const int64_t count = groups.count, cells = Scatter && block == begin_ ? window.outside() : 0;
     alignas(64) float grad[(kGroup + kWidth) * L];
     alignas(64) float by_x[kGroup], by_y[kGroup];
     Ready ready[kReady];
     constexpr int kStride = kPixel<L, Scatter, Gather>;
     float* sums = kStride > L ? slot_.image.get() + L : slot_.sums.get();
     const bool in_a_row = grad_in_a_row();
-    const auto group_at = [&](int64_t i) {
-      const auto at = static_cast<size_t>(i);
-      return entries ? (*entries)[at].group : list ? (*list)[at] : i;
-    };
     const Soon grads = small_block(whole_.grad_output_, block + 1);
     const Soon image = Gather ? small_block(whole_.input_, block + 1) : Soon{};
     const Soon result = Scatter ? small_block(whole_.input_grad_, block) : Soon{};
     for (int64_t i = 0; i < std::min(count, kReadyAhead); ++i)
-      prepare<L, Scatter, Gather>(group_at(i), window, first, ready[i]);
+      prepare<L, Scatter, Gather>(groups[i], window, first, ready[i]);
     for (int64_t i = 0; i < count; ++i) {
-      const int64_t group = group_at(i);
+      const int64_t group = groups[i];
       const int64_t next = i + kReadyAhead;
-      if (next < count) prepare<L, Scatter, Gather>(group_at(next), window, first, ready[next % kReady]);
+      if (next < count) prepare<L, Scatter, Gather>(groups[next], window, first, ready[next % kReady]);
       grads.template prefetch<0>(i, count);
       image.template prefetch<0>(i, count);
       result.template prefetch<1>(i, count);
-      prefetch_group<Gather>(group_at(std::min(i + kAhead, count - 1)), block, channels, in_a_row);
+      prefetch_group<Gather>(groups[std::min(i + kAhead, count - 1)], block, channels, in_a_row);
       read_grad<L>(group, block, channels, in_a_row, grad);
+      if (cells) {
+        const int64_t cell = ready[i % kReady].pixel[Crowds::chosen(group)];
+        if (cell < cells) slot_.crowds.count(cell);
+      }
       const Points<L, Scatter, Gather> points{
           slot_.image.get(), sums, grad, ready[i % kReady], window.pitch() * kStride};
       if constexpr (Nearest) {
@@ -343,12 +362,12 @@ class GridSampler<T>::Task {
         points.run(by_x, by_y);
       }
       if constexpr (Gather) {
-        const int64_t share = entries ? (*entries)[static_cast<size_t>(i)].share : -1;
+        const int64_t share = groups.entries ? (*groups.entries)[static_cast<size_t>(i)].share : -1;
         if (share >= 0) {
           double* sums = whole_.share_of(*banded_, span_, share);
           std::copy_n(by_x, kGroup, sums);
           std::copy_n(by_y, kGroup, sums + kGroup);
-        } else if (direct_ || entries) {
+        } else if (direct_ || groups.entries) {
           whole_.finish(n_, group, by_x, by_y, ready[i % kReady].slopes);
         } else {
           double* sums = partial_ + 2 * kGroup * group;

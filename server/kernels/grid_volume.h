@@ -5,6 +5,7 @@
 #include <cstring>
 #include <vector>
 
+#include "grid_crowds.h"
 #include "grid_points.h"
 
 namespace npugrad {
@@ -109,6 +110,8 @@ class GridVolume {
   // Scratch memory of the tasks that run in it; sums are 0 between them.
   struct Slot {
     Buffer<float> volume, sums;
+    Buffer<double> exact;
+    Crowds crowds;
   };
 
   template <int L>
@@ -132,7 +135,7 @@ class GridVolume {
         own.sums = call_.template scratch<float>(floats);
         std::memset(own.sums.get(), 0, static_cast<size_t>(floats) * sizeof(float));
       }
-      run_band<L>(unit(task / bands), Span(task % bands, deep, size_[0]), own.volume.get(), own.sums.get());
+      run_band<L>(unit(task / bands), Span(task % bands, deep, size_[0]), own);
     });
     if (!gather_) return;
     const int64_t spans = ceil_div(points_, kSpan);
@@ -169,28 +172,35 @@ class GridVolume {
   // Slices of a volume: what their voxels give to the points that reach them, and the sums of what these give to the
   // voxels, slice by slice of the points, then in their own order.
   template <int L>
-  void run_band(const Unit& unit, const Span& slices, float* volume, float* sums) {
+  void run_band(const Unit& unit, const Span& slices, Slot& own) {
+    float *volume = own.volume.get(), *sums = own.sums.get();
     const int64_t* starts = &starts_[static_cast<size_t>(unit.at * (size_[0] + 2))];
     const int64_t base = slices.begin * plane_, first = starts[slices.begin], last = starts[slices.end + 1];
     if (gather_ && first < last)
       for (int64_t z = slices.begin; z < slices.end; ++z)
         lay<L>(input_, unit, z, volume + (z - slices.begin) * plane_ * L);
+    const bool crowded = scatter_ && is_crowded(unit, slices, own.crowds);
+    const ExactSums<L> exact{crowded ? exact_sums(own, slices.size() * plane_ * L) : nullptr};
     for (int64_t i = first; i < last; ++i) {
       const int64_t point = order_[unit.at * points_ + i];
       const Voxels& voxels = placed_[unit.at * points_ + point];
       const float* grad = &grads_[(unit.number * points_ + point) * L];
-      int reached = voxels.inside;
-      if (voxels.first[0] < slices.begin) reached &= 0xf0;
-      if (voxels.first[0] + 1 >= slices.end) reached &= 0x0f;
+      const int reached = reached_in(slices, voxels);
       for (int corner = 0; corner < 8; ++corner) {
         if (!(reached >> corner & 1)) continue;
-        const int64_t at = (cell(voxels, corner) - base) * L;
-        if (gather_) dots_[(unit.number * points_ + point) * 8 + corner] = dot<L>(volume + at, grad);
-        if (scatter_) add<L>(sums + at, grad, weight(voxels, corner));
+        const int64_t at = cell(voxels, corner) - base;
+        if (gather_) dots_[(unit.number * points_ + point) * 8 + corner] = dot<L>(volume + at * L, grad);
+        if (!scatter_) continue;
+        if (crowded) {
+          exact.add(at, weight(voxels, corner), grad);
+        } else {
+          add<L>(sums + at * L, grad, weight(voxels, corner));
+        }
       }
     }
     if (!scatter_) return;
     T* to = input_grad_.template data<T>() + (unit.image * c_ + unit.channel) * voxels_ + base;
+    if (crowded) return exact.write(0, slices.size() * plane_, to, voxels_, unit.channels);
     // A large result bypasses the cache where vectors are whole lines of it; planes take turns line by line.
     if constexpr (kWidth * sizeof(T) == 64) {
       const bool is_large = n_ * c_ * voxels_ >= kStreamBytes / int64_t{sizeof(T)};
@@ -200,6 +210,30 @@ class GridVolume {
       }
     }
     from_pixels<L>(sums, slices.size() * plane_, to, voxels_, unit.channels);
+  }
+
+  // Which of a point's voxels lie in some slices.
+  static NPUGRAD_INLINE int reached_in(const Span& slices, const Voxels& voxels) {
+    int reached = voxels.inside;
+    if (voxels.first[0] < slices.begin) reached &= 0xf0;
+    if (voxels.first[0] + 1 >= slices.end) reached &= 0x0f;
+    return reached;
+  }
+  bool is_crowded(const Unit& unit, const Span& slices, Crowds& crowds) const {
+    const int64_t* starts = &starts_[static_cast<size_t>(unit.at * (size_[0] + 2))];
+    crowds.reset(call_, slices.size() * plane_);
+    for (int64_t i = starts[slices.begin]; i + 16 <= starts[slices.end + 1] && !crowds.found(); i += 16) {
+      const int64_t point = order_[unit.at * points_ + i + Crowds::chosen(i / 16)];
+      const Voxels& voxels = placed_[unit.at * points_ + point];
+      if (const int reached = reached_in(slices, voxels))
+        crowds.count(cell(voxels, __builtin_ctz(static_cast<unsigned>(reached))) - slices.begin * plane_);
+    }
+    return crowds.found();
+  }
+  double* exact_sums(Slot& own, int64_t count) const {
+    own.exact = call_.template scratch<double>(count);
+    std::fill_n(own.exact.get(), count, 0.0);
+    return own.exact.get();
   }
 
   static NPUGRAD_INLINE float weight(const Voxels& voxels, int corner) {
