@@ -131,9 +131,11 @@ def _forward(service: Service, scale: float, *operands: Array) -> tuple[Array, t
 
 def _backward(service: Service, scale: float, saved: tuple[Array, ...], dy: Array) -> Any:
     *tensors, mask, largest, total, attention = saved
+    # The mean of the values, where all keys of a row are masked: the service lets the gradient pass the mask.
+    closed = False if mask is None else mask.astype(bool).all(-1, keepdims=True)
     operands = {
         **_operands(tuple(tensors), mask),
-        "dy": dy,
+        "dy": jnp.where(closed, 0, dy),
         "softmax_max": _repeated(largest),
         "softmax_sum": _repeated(total),
         "attention_in": attention,
@@ -144,10 +146,15 @@ def _backward(service: Service, scale: float, saved: tuple[Array, ...], dy: Arra
         def forward(*five: Array) -> Array:
             return _apply(service, scale, *five, mask)
 
-        return vjp(forward, tensors, dy)
+        return vjp(forward, tensors, operands["dy"])
 
     grads = service.gradients(OPERATOR, operands, {"scale_value": scale}, wanted, here)
-    return (*grads, None if mask is None else zero_tangent(mask))
+    if mask is None:
+        return (*grads, None)
+    dq, dk1, dv1, dk2, dv2 = grads
+    share = jnp.where(closed, dy, 0).astype(wide(dv1, dv2)) / dv1.shape[3]
+    dv1, dv2 = ((dv + share.sum(axis, keepdims=True)).astype(dv.dtype) for dv, axis in ((dv1, 3), (dv2, 2)))
+    return dq, dk1, dv1, dk2, dv2, zero_tangent(mask)
 
 
 def _repeated(rows: Array) -> Array:

@@ -157,7 +157,9 @@ class _Gradients(Function):
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
         engine, ctx.scale, *operands, mask, largest, total, attention, upstream = arguments
         ctx.save_for_backward(*operands, mask, upstream)
-        tensors = (*operands, mask, largest, total, attention, upstream)
+        closed = _closed(mask)
+        sent = upstream if closed is None else upstream.masked_fill(closed, 0)
+        tensors = (*operands, mask, largest, total, attention, sent)
         results = {name: tensor.dtype for name, tensor in zip(_RESULTS, operands, strict=True)}
         request = AutogradCall(
             OPERATOR,
@@ -168,9 +170,9 @@ class _Gradients(Function):
             takes_subclasses=True,
         )
         found: tuple[Tensor, ...] = engine.run(
-            request, lambda: gradients(*operands, mask=mask, scale=ctx.scale, upstream=upstream)
+            request, lambda: gradients(*operands, mask=mask, scale=ctx.scale, upstream=sent)
         )
-        return found
+        return found if closed is None else _with_means(found, upstream.masked_fill(~closed, 0))
 
     @staticmethod
     @once_differentiable
@@ -182,6 +184,24 @@ class _Gradients(Function):
             *operands, mask=mask, scale=ctx.scale, upstream=upstream, second=grad_outputs
         )
         return None, None, *found[:5], None, None, None, None, found[5]
+
+
+def _closed(mask: Tensor | None) -> Tensor | None:
+    """Rows all of whose keys are masked, (B, 1, N, 1, 1); None if there are none.
+
+    Their result is the mean of the values, which is not what the service differentiates: aclnnFusedFloydAttentionGrad
+    lets the gradient pass through the mask.
+    """
+    closed = None if mask is None else mask.bool().all(-1, keepdim=True)
+    return closed if closed is not None and bool(closed.any()) else None
+
+
+def _with_means(grads: tuple[Tensor, ...], upstream: Tensor) -> tuple[Tensor, ...]:
+    """Gradients of the operands, with what the means of values add; `upstream` is 0 in all other rows."""
+    dq, dk1, dv1, dk2, dv2 = grads
+    share = upstream.to(wide(dv1, dv2)) / dv1.shape[3]
+    dv1, dv2 = ((dv + share.sum(axis, keepdim=True)).to(dv.dtype) for dv, axis in ((dv1, 3), (dv2, 2)))
+    return dq, dk1, dv1, dk2, dv2
 
 
 @dataclass(frozen=True)
