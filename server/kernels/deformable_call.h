@@ -9,6 +9,7 @@
 #include "deformable_collect.h"
 #include "deformable_keys.h"
 #include "deformable_place.h"
+#include "deformable_sums.h"
 #include "runtime.h"
 
 namespace npugrad {
@@ -55,7 +56,6 @@ class Deformable {
   static constexpr int64_t kRound = 1 << 20;       // samples of a slab that are sorted at once
   static constexpr int64_t kAlone = 1 << 16;       // floats that samples touch, below which one thread does all
   static constexpr int64_t kWholeSlab = 1 << 25;   // floats that samples touch, above which a slab is no task
-  static constexpr int64_t kSumsOf = 16;           // samples for each key until sums move on to float64
   static constexpr int64_t kZeroBytes = 1 << 20;   // of a task that only clears
   static constexpr int64_t kFewBytes = 128 << 10;  // of a band with its gradient, where there are few samples
   static constexpr int64_t kHeadsScratch = 1 << 20;  // floats, above which heads are not computed together
@@ -73,7 +73,7 @@ class Deformable {
   struct Slot {
     Buffer<Entry> entries;
     Buffer<float> value, grad;
-    Buffer<double> sums;
+    KeySums sums;
     typename Collector<T>::Slot collect;
   };
 
@@ -187,11 +187,11 @@ class Deformable {
     } else {
       std::memset(grad, 0, static_cast<size_t>(owned) * sizeof(float));
     }
-    add_samples(work, slab, index, slot, grad);
+    add_samples(work, slab, index, slot, grad, round > 0);
     if (!last) {
       std::memcpy(carry, grad, static_cast<size_t>(owned) * sizeof(float));
     } else if (of_.wants_grad_value() && !keys_.write(slab, level, band, grad)) {
-      keys_.write_exact(slab, level, band, sums_of(slot));
+      keys_.write_exact(slab, level, band, slot.sums.doubles(call_, bands_.scratch_keys * columns_));
     }
   }
 
@@ -220,20 +220,20 @@ class Deformable {
       Slab& work = works[head];
       float* grad = slot.grad.get() + head * step;
       std::memset(grad, 0, static_cast<size_t>(band.size * columns_) * sizeof(float));
-      if (!is_empty(work, index)) add_samples(work, first + head, index, slot, grad);
+      if (!is_empty(work, index)) add_samples(work, first + head, index, slot, grad, false);
     }
     if (!of_.wants_grad_value() || keys_.write_rows(first, level, band, slot.grad.get(), step)) return;
     for (int64_t head = 0; head < sizes_.heads; ++head)
       if (!keys_.write(first + head, level, band, slot.grad.get() + head * step))
-        keys_.write_exact(first + head, level, band, sums_of(slot));
+        keys_.write_exact(first + head, level, band, slot.sums.doubles(call_, bands_.scratch_keys * columns_));
   }
 
   // Floats from head to head: whole lines, not all at the same place in their pages.
   int64_t heads_step() const { return bands_.scratch_keys * columns_ + kStagger; }
   int64_t heads_scratch() const { return product({sizes_.heads, heads_step()}); }
 
-  // Adds to the gradient of a band, with what lies behind it as scratch memory.
-  void add_samples(Slab& work, int64_t slab, size_t index, Slot& slot, float* grad) {
+  // Adds to the gradient of a band, with what lies behind it as scratch memory. `carried`: it has sums of former rounds.
+  void add_samples(Slab& work, int64_t slab, size_t index, Slot& slot, float* grad, bool carried) {
     const Band& band = bands_.bands[index];
     const Level& level = level_of(band);
     if (!slot.value.get()) slot.value = call_.template scratch<float>(bands_.scratch_keys * columns_);
@@ -242,34 +242,24 @@ class Deformable {
     const bool few = entries < band.size / 8;
     if (!few) keys_.copy(slab, level, band.first, band.first + band.size + level.halo(), slot.value.get());
     std::memset(grad + owned, 0, static_cast<size_t>(level.halo() * columns_) * sizeof(float));
-    double* sums = nullptr;
-    if (entries + stubs > kSumsOf * band.size) {
-      sums = sums_of(slot);
-      std::fill_n(sums, owned, 0.0);
-    }
     const BandRows rows{slot.value.get(), grad, work.queries.get(), columns_, level.pitch,
                         static_cast<float>(level.height), static_cast<float>(level.width)};
-    int64_t pending = 0;
-    const auto sum_up = [&](int count) {
-      pending += count;
-      if (!sums || pending < kSumsOf * band.size) return;
-      move_sums(grad, sums, owned);
-      pending = 0;
-    };
+    KeySums& sums = slot.sums;
+    sums.begin(call_, {grad, band.size, columns_, level.pitch}, bands_.scratch_keys, entries + stubs, carried);
     for (Chunk& chunk : work.chunks) {
       chunk.entries[index].each([&](Block* block, int count) {
         if (few) keys_.copy_corners(slab, level, band, block, count, slot.value.get());
+        sums.count(block->entries, count);
         adder_(rows, block, static_cast<int>(ceil_div(count, kQuads) * kQuads));
-        sum_up(count);
+        sums.move_on(count);
       });
       chunk.stubs[index].each([&](Block* block, int count) {
+        sums.count(block->entries, count);
         add_stubs(rows, block, count);
-        sum_up(count);
+        sums.move_on(count);
       });
     }
-    if (!sums) return;
-    move_sums(grad, sums, owned);
-    for (int64_t i = 0; i < owned; ++i) grad[i] = static_cast<float>(sums[i]);
+    sums.end();
   }
 
   const Level& level_of(const Band& band) const { return of_.levels[static_cast<size_t>(band.level)]; }
@@ -289,16 +279,6 @@ class Deformable {
     int64_t before = band.first;
     for (int i = 0; i < band.level; ++i) before += of_.levels[static_cast<size_t>(i)].anchors;
     return before;
-  }
-
-  double* sums_of(Slot& slot) {
-    if (!slot.sums.get()) slot.sums = call_.template scratch<double>(bands_.scratch_keys * columns_);
-    return slot.sums.get();
-  }
-
-  static void move_sums(float* grad, double* sums, int64_t count) {
-    for (int64_t i = 0; i < count; ++i) sums[i] += static_cast<double>(grad[i]);
-    std::memset(grad, 0, static_cast<size_t>(count) * sizeof(float));
   }
 
   // ---------------------------------------------------------------------------------------------- collect
