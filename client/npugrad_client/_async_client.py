@@ -95,7 +95,7 @@ class AsyncClient(AsyncOperators):
         Raises:
             ImportError: `tracing` is set, but OpenTelemetry is not installed (extra ``otel``).
             TypeError: A target is not a string, or `retry`, `tls` or `tracing` has the wrong type.
-            ValueError: There is no target, a target is empty or a URL, or `tls` names something that is not
+            ValueError: There is no target, a target is no address, or `tls` names something that is not
                 PEM.
             OSError: A file named in `tls` cannot be read.
         """

@@ -125,7 +125,7 @@ def settings(
 
     Raises:
         TypeError: A target is not a string, or `retry` or `tls` has the wrong type.
-        ValueError: There is no target, a target is empty or a URL, or `tls` names something that is not PEM.
+        ValueError: There is no target, a target is no address, or `tls` names something that is not PEM.
         OSError: A file named in `tls` cannot be read.
     """
     targets = (complete_target(target),) if isinstance(target, str) else _listed(target)

@@ -98,7 +98,7 @@ class Client(Operators):
         Raises:
             ImportError: `tracing` is set, but OpenTelemetry is not installed (extra ``otel``).
             TypeError: A target is not a string, or `retry`, `tls` or `tracing` has the wrong type.
-            ValueError: There is no target, a target is empty or a URL, `tls` names something that is not PEM,
+            ValueError: There is no target, a target is no address, `tls` names something that is not PEM,
                 or `threads` is below 1.
             OSError: A file named in `tls` cannot be read.
         """

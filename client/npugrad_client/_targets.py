@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ipaddress
 import re
+import sys
+from urllib.parse import unquote_to_bytes
 
 from npugrad.representation import some
 
@@ -11,7 +13,14 @@ DEFAULT_PORT = 50051
 """Default port of npugrad-server; gRPC's own default is that of HTTPS."""
 
 _URL = re.compile(r"(?P<scheme>https?|grpcs?|tcp|tls|h2c?)://(?P<rest>[^/?#]*)[/?#]?.*", re.I | re.S)
-_DNS = re.compile(r"dns:(//[^/]*/)?", re.I)
+_UNIX = re.compile(r"unix(?:-abstract)?:(?://)?(?P<path>.*)", re.I | re.S)
+_UNIX_PATH_BYTES = 103 if sys.platform == "darwin" else 107
+"""The most that `sun_path` has room for, with a null before or after it."""
+_HOSTS = re.compile(r"dns:(//[^/]*/)?|(?P<several>ipv[46]:)", re.I)
+_HOST = re.compile(r"(\[[^][]+\]|(?!\d+$)[^][:/\s]+)(:(?P<port>[^:]*))?")
+_SCHEME = re.compile(r"[a-z][a-z0-9+.-]*://", re.I)
+_PORT = re.compile(r"0*[1-9]\d{0,4}", re.ASCII)
+_EXPECTED = "expected host:port, unix:path or dns:///name:port"
 _ENCRYPTED = ("https", "grpcs", "tls", "h2")
 
 
@@ -22,25 +31,51 @@ def target_repr(target: str) -> str:
 
 
 def complete_target(target: object) -> str:
-    """Adds the default port to a target without a port.
+    """Adds the default port to hosts without a port.
 
-    Targets of a scheme other than ``dns:``, such as ``unix:``, stay as they are.
+    Targets of schemes that name no hosts, such as ``unix:`` and ``xds:``, stay as they are.
 
     Raises:
         TypeError: It is not a string.
-        ValueError: It is empty, or a URL.
+        ValueError: It is empty, a URL or no address, or gRPC would connect to another port or path.
     """
     if not isinstance(target, str):
         raise TypeError(f"target: found {type(target).__name__}; expected text such as 'localhost:50051'")
     if not target:
-        raise ValueError("target: found empty text; expected host:port, unix:path or dns:///name:port")
+        raise ValueError(f"target: found empty text; {_EXPECTED}")
     _refuse_url(target)
-    prefix = match.group() if (match := _DNS.match(target)) else ""
-    host = target[len(prefix) :]
+    if unix := _UNIX.fullmatch(target):
+        _check_path(target, unquote_to_bytes(unix["path"]))
+        return target
+    if (named := _HOSTS.match(target)) is None:
+        return target if _SCHEME.match(target) else _with_port(target, target)
+    hosts = target[named.end() :]
+    listed = hosts.split(",") if named["several"] else [hosts]
+    return named.group() + ",".join(_with_port(target, host) for host in listed)
+
+
+def _check_path(target: str, path: bytes) -> None:
+    if b"\0" in path:
+        raise ValueError(f"target: found a null byte in {target!r}; expected a socket path without")
+    if not 1 <= len(path) <= _UNIX_PATH_BYTES:
+        raise ValueError(
+            f"target: found a socket path of {len(path)} bytes in {target!r}; expected 1 to "
+            f"{_UNIX_PATH_BYTES}"
+        )
+
+
+def _with_port(target: str, host: str) -> str:
     if _is_ipv6(host):
         host = f"[{host}]"
-    is_bare = bool(host) and (":" not in host or (host[0] == "[" and host[-1] == "]"))
-    return f"{prefix}{host}:{DEFAULT_PORT}" if is_bare else prefix + host
+    match = _HOST.fullmatch(host)
+    if match is None:
+        raise ValueError(f"target: found {target!r}; {_EXPECTED}")
+    port = match["port"]
+    if port is None:
+        return f"{host}:{DEFAULT_PORT}"
+    if not _PORT.fullmatch(port) or int(port) > 65535:
+        raise ValueError(f"target: found port {port!r} in {target!r}; expected 1 to 65535")
+    return host
 
 
 def _is_ipv6(host: str) -> bool:

@@ -60,9 +60,11 @@ def parse_listen(text: str) -> Address:
     if text.startswith("unix:"):
         path = text.removeprefix("unix:")
         path = path[2:] if path.startswith("///") else path
-        if not path or "\0" in path or len(os.fsencode(path)) > _MAX_UNIX_PATH_BYTES:
+        nbytes = len(os.fsencode(path))
+        if not 1 <= nbytes <= _MAX_UNIX_PATH_BYTES or "\0" in path:
+            found = "a null byte" if "\0" in path else f"a socket path of {nbytes} bytes"
             raise AddressError(
-                f"found {text!r}; expected unix: and a path of 1 to {_MAX_UNIX_PATH_BYTES} bytes"
+                f"found {found} in {text!r}; expected 1 to {_MAX_UNIX_PATH_BYTES} bytes, none null"
             )
         return Address(path=path)
     host, colon, port = text.rpartition(":")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -144,7 +145,11 @@ TARGETS = [
     ("[::1]:443", "[::1]:443"),
     ("unix:/run/npugrad.sock", "unix:/run/npugrad.sock"),
     ("unix:npugrad.sock", "unix:npugrad.sock"),
+    ("unix:///" + "x" * 106, "unix:///" + "x" * 106),
+    ("unix-abstract:" + "x" * 107, "unix-abstract:" + "x" * 107),
     ("ipv4:127.0.0.1:1,127.0.0.2:2", "ipv4:127.0.0.1:1,127.0.0.2:2"),
+    ("ipv6:[::1]:1,::2", "ipv6:[::1]:1,[::2]:50051"),
+    ("npu-7:65535", "npu-7:65535"),
     ("xds:///npugrad", "xds:///npugrad"),
 ]
 
@@ -188,14 +193,47 @@ def test_a_url_is_told_from_a_target(target: str, expected: str) -> None:
 @pytest.mark.parametrize(
     ("target", "error", "message"),
     [
-        (50051, TypeError, "target: found int; expected text such as 'localhost:50051'"),
-        (None, TypeError, "target: found NoneType"),
-        ("", ValueError, "target: found empty text; expected host:port"),
+        (50051, TypeError, "found int; expected text such as 'localhost:50051'"),
+        (None, TypeError, "found NoneType"),
+        ("", ValueError, "found empty text; expected host:port"),
+        *(
+            (f"{host}:{port}", ValueError, f"found port '{port}' in '{host}:{port}'; expected 1 to 65535")
+            for host, ports in (
+                ("npu-7", ("115587", "0", "-1", "+1", "", "https", "1/", "1 ", "\u0661")),
+                *((host, ("65536",)) for host in ("[::1]", "dns:///npu-7", "ipv4:127.0.0.1:1,127.0.0.2")),
+            )
+            for port in ports
+        ),
+        *(
+            (target, ValueError, f"found {target!r}; expected host:port, unix:path or dns:///name:port")
+            for target in (
+                ":1",
+                " a:1",
+                "a:b:1",
+                "[::1",
+                "::1]:1",
+                "dns:",
+                "dns://a:1",
+                "/run/socket",
+                "50051",
+            )
+        ),
+        *(
+            (
+                scheme + path,
+                ValueError,
+                f"found a socket path of {nbytes} bytes in {scheme + path!r}; expected 1 to 107",
+            )
+            for scheme in ("unix:", "unix://", "unix-abstract:")
+            for path, nbytes in (("", 0), ("/" + 125 * "x", 126), ("/x" + 53 * "\u00e9", 108))
+        ),
+        ("unix:a\0b", ValueError, r"found a null byte in 'unix:a\x00b'; expected a socket path without"),
     ],
 )
 def test_what_is_no_target_is_told_at_once(target: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        Client(target)
+    for cls in (Client, AsyncClient):
+        with pytest.raises(error, match="^target: " + re.escape(message)):
+            cls(target)
 
 
 @BOTH

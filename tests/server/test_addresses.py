@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import socket
 from pathlib import Path
 
@@ -28,14 +29,29 @@ def test_addresses_parse_and_print(text: str, expected: Address, shown: str) -> 
     "text",
     [
         *("", "50051", ":50051", "host", "host:", "host:x", "host:65536", "host:-1", "::1:50051"),
-        *("host:\u0661", "unix:", "unix:" + "x" * 108, "unix:a\0b"),
+        *("host:\u0661", "unix-abstract:npugrad"),
     ],
 )
 def test_malformed_addresses_are_named(text: str) -> None:
-    with pytest.raises(AddressError, match=r"found .* expected"):
+    expected = f"^found {re.escape(repr(text))}; expected host:port with a port of 0 to 65535, or unix:path$"
+    with pytest.raises(AddressError, match=expected):
         parse_listen(text)
     with pytest.raises(AddressError, match="TCP only"):
         parse_metrics_listen("unix:/run/a")
+
+
+@pytest.mark.parametrize(
+    ("path", "problem"),
+    [
+        ("", "a socket path of 0 bytes"),
+        ("/" + 125 * "x", "a socket path of 126 bytes"),
+        ("/x" + 53 * "\u00e9", "a socket path of 108 bytes"),
+        ("a\0b", "a null byte"),
+    ],
+)
+def test_a_path_that_no_socket_can_have_is_refused(path: str, problem: str) -> None:
+    with pytest.raises(AddressError, match=f"^found {problem} in .*; expected 1 to 107 bytes, none null$"):
+        parse_listen(f"unix:{path}")
 
 
 def test_taken_port_is_named() -> None:

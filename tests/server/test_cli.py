@@ -67,6 +67,8 @@ def test_ops_fits_a_terminal_of_80_columns(monkeypatch: pytest.MonkeyPatch) -> N
         (["serve", "--lisen", "x"], "No such option"),
         (["serve", "--listen", "nowhere"], "listen: found 'nowhere'; expected host:port"),
         (["serve", "--listen", "0.0.0.0:1"], "--insecure"),
+        (["serve", "--metrics-listen", "host:65536"], "metrics_listen: found 'host:65536'; expected host"),
+        (["serve", "--listen", "unix:" + 108 * "x"], "listen: found a socket path of 108 bytes in 'unix:x"),
         (["serve", "--max-queue-depth", "none"], "max_queue_depth: found 'none'"),
         (["serve", "--config", "/nonexistent.toml"], "config: cannot read"),
         (["start"], "No such command"),

@@ -113,7 +113,7 @@ def connect(
 
     Raises:
         FileError: A file of `how` cannot be read.
-        ValueError: A target is empty or a URL, or a file is not PEM.
+        ValueError: A target is no address, or a file is not PEM.
     """
     try:
         return Client(addresses(targets), timeout_s=timeout_s, tls=how, retry=retry)
@@ -126,7 +126,7 @@ def servers_of(targets: Sequence[str], how: Tls | None) -> Servers:
 
     Raises:
         FileError: A file of `how` cannot be read.
-        ValueError: There is no address, one is a URL, or a file is not PEM.
+        ValueError: There is no address, one is malformed, or a file is not PEM.
     """
     found = [complete_target(address) for address in addresses(targets) if address]
     if not found:

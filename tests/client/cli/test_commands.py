@@ -235,6 +235,7 @@ def test_wrong_usage_is_one_line_and_status_2(arguments: list[str], message: str
     ("arguments", "message"),
     [
         (["--target", ""], "target: found empty text; expected host:port, unix:path or dns:///name:port"),
+        (["--target", "a:1,b:70000"], "target: found port '70000' in 'b:70000'; expected 1 to 65535"),
         (["--timeout", "nan"], "server_info: timeout_s: found nan; expected seconds or None"),
     ],
 )
