@@ -234,6 +234,7 @@ class AsyncTransport:
         """Sends an RPC to a server and reads the reply; translates grpc's exceptions to ours."""
         try:
             stubs = home.stubs(server)
+            attempt.proxy = stubs.proxy
             if attempt.is_streamed and isinstance(rpc, Call):
                 return await _streamed(stubs, rpc.streamed(), attempt, rpc.clock)
             request = rpc.encode()

@@ -22,6 +22,7 @@ class Attempt:
         target: Address of the server.
         timeout_s: Deadline of the try in seconds; None for none.
         is_encrypted: Whether the client speaks TLS.
+        proxy: What sends the connection through a proxy; empty for none.
         is_streamed: Whether it is a streamed call.
         upload_bytes: Bytes that a streamed call sends in chunks; 0 for a call sent as one message.
         sent_bytes: How many of them gRPC has taken so far.
@@ -45,6 +46,7 @@ class Attempt:
     target: str
     timeout_s: float | None = None
     is_encrypted: bool = False
+    proxy: str = ""
     upload_bytes: int = 0
     sent_bytes: int = 0
     download_bytes: int | None = None

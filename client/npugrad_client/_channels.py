@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import math
 import os
@@ -18,11 +19,11 @@ from npugrad.registry import REGISTRY, Registry
 from npugrad.v1 import server_pb2
 from npugrad_client._attempt import Attempt
 from npugrad_client._retry import ONCE, RetryPolicy
-from npugrad_client._targets import complete_target
+from npugrad_client._targets import ADDRESS, complete_target
 from npugrad_client._tls import Tls, TlsSource
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from google.protobuf.descriptor import ServiceDescriptor
 
@@ -70,6 +71,11 @@ _SAME_HOST: tuple[tuple[str, int], ...] = (
 
 
 _SEVERAL = re.compile(r"dns:|ipv[46]:[^,]*,", re.I)
+_LIST = re.compile(r"ipv[46]:[^,]*,.*", re.I)
+_PROXY_VARIABLES = ("grpc_proxy", "https_proxy", "http_proxy")
+"""What gRPC reads, in lower case only: the first one that is set decides, even if it is empty."""
+_PROXY_URL = re.compile(r"http://([^/?#]*@)?(?P<address>[^/?#@]+).*", re.S)
+"""gRPC ignores proxies of other schemes. Credentials are not for messages."""
 _ROUND_ROBIN = json.dumps(
     {"loadBalancingConfig": [{"round_robin": {}}], "healthCheckConfig": {"serviceName": ""}}
 )
@@ -157,11 +163,14 @@ class Stubs:
     Attributes:
         channel: The channel, which lives as long as its stubs are referenced.
         pem: The PEM parts it was opened with; None for an unencrypted connection.
+        proxy: What `proxy_note` said when it was opened.
     """
 
-    def __init__(self, channel: Any, registry: Registry = REGISTRY, pem: PemParts | None = None) -> None:
+    def __init__(
+        self, channel: Any, registry: Registry = REGISTRY, pem: PemParts | None = None, proxy: str = ""
+    ) -> None:
         """Makes the stubs; nothing is sent."""
-        self.channel, self.pem = channel, pem
+        self.channel, self.pem, self.proxy = channel, pem, proxy
         # Bytes both ways: most requests and replies are encoded and decoded without a message object.
         self._unary = {
             name: channel.unary_unary(f"/{registry.backward.full_name}/{record.rpc}", _registered_method=True)
@@ -198,14 +207,50 @@ def _methods(channel: Any, service: ServiceDescriptor) -> dict[str, Any]:
 def channel_options(target: str) -> list[tuple[str, Any]]:
     """Options of a channel to a target."""
     options: list[tuple[str, Any]] = list(_OPTIONS)
-    is_loopback = _LOOPBACK.fullmatch(target)
-    if is_loopback or _UNIX.fullmatch(target):
+    if _LOOPBACK.fullmatch(target) or _UNIX.fullmatch(target):
         options += _SAME_HOST
-    if is_loopback:
-        options.append(("grpc.enable_http_proxy", 0))  # else grpc would use a proxy even for this host
+    if _is_direct(target):
+        options.append(("grpc.enable_http_proxy", 0))
     if _SEVERAL.match(target):
         options.append(("grpc.service_config", _ROUND_ROBIN))
     return options
+
+
+def _is_direct(target: str) -> bool:
+    """Whether no proxy is asked: gRPC would ask it even for this host, and for a list as one odd name."""
+    return any(pattern.fullmatch(target) for pattern in (_LOOPBACK, _UNIX, _LIST))
+
+
+def proxy_note(target: str, environment: Mapping[str, str] = os.environ) -> str:
+    """What sends the connections of a channel that is opened now through a proxy; empty if nothing does."""
+    return "" if _is_direct(target) else _proxy_note(target, environment)
+
+
+def _proxy_note(target: str, environment: Mapping[str, str]) -> str:
+    name = next((name for name in _PROXY_VARIABLES if name in environment), "")
+    proxy = _PROXY_URL.fullmatch(environment.get(name, ""))
+    match = ADDRESS.fullmatch(target)
+    exempting = "no_grpc_proxy" if "no_grpc_proxy" in environment else "no_proxy"
+    if proxy is None or match is None or _is_exempt(match["host"], environment.get(exempting, "")):
+        return ""
+    return (
+        f"the environment variable {name} sends connections to {match['host']} through the proxy "
+        f"http://{proxy['address']}; to do without it, add {match['host']} to {exempting} (in lower case) "
+        "before the client is made"
+    )
+
+
+def _is_exempt(host: str, listed: str) -> bool:
+    """Whether gRPC goes to a host directly: the list has its name, the end of its name, or its network."""
+    entries = [entry.strip().lower().removeprefix(".") for entry in listed.split(",")]
+    return any(f".{host.lower()}".endswith(f".{entry}") or _has(entry, host) for entry in entries if entry)
+
+
+def _has(network: str, host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host) in ipaddress.ip_network(network, strict=False)
+    except ValueError:
+        return False
 
 
 def check_fork() -> None:

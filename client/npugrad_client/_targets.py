@@ -18,6 +18,8 @@ _UNIX_PATH_BYTES = 103 if sys.platform == "darwin" else 107
 """The most that `sun_path` has room for, with a null before or after it."""
 _HOSTS = re.compile(r"dns:(//[^/]*/)?|(?P<several>ipv[46]:)", re.I)
 _HOST = re.compile(r"(\[[^][]+\]|(?!\d+$)[^][:/\s]+)(:(?P<port>[^:]*))?")
+ADDRESS = re.compile(r"(?:dns:(?://[^/]*/)?|ipv[46]:)?\[?(?P<host>.+?)\]?(?::(?P<port>[0-9]+))?", re.I)
+"""A completed target that names one host."""
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*://", re.I)
 _PORT = re.compile(r"0*[1-9]\d{0,4}", re.ASCII)
 _EXPECTED = "expected host:port, unix:path or dns:///name:port"

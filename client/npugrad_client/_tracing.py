@@ -7,7 +7,6 @@ the server, by its own clock.
 
 from __future__ import annotations
 
-import re
 import time
 from typing import TYPE_CHECKING
 
@@ -17,6 +16,7 @@ from opentelemetry.trace import SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 import npugrad
+from npugrad_client._targets import ADDRESS
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 _W3C = TraceContextTextMapPropagator()
 """Without baggage, which is the caller's own and not sent."""
-_ADDRESS = re.compile(r"(?:dns:(?://[^/]*/)?)?\[?(?P<host>.+?)\]?(?::(?P<port>[0-9]+))?")
 
 
 class Tracing:
@@ -157,7 +156,7 @@ def _server_seconds(timeline: Timeline, number: int) -> dict[str, float]:
 
 
 def _address(target: str) -> dict[str, str | int]:
-    match = None if target.startswith("unix:") else _ADDRESS.fullmatch(target)
+    match = None if target.startswith("unix:") else ADDRESS.fullmatch(target)
     if match is None:
         return {"server.address": target}
     port = match["port"]

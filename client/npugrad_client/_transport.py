@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 import grpc
 
 from npugrad.registry import REGISTRY, Registry
-from npugrad_client._channels import REFUSAL_WAIT_S, Stubs, check_fork, closed
+from npugrad_client._channels import REFUSAL_WAIT_S, Stubs, check_fork, closed, proxy_note
 from npugrad_client._forks import GATE
 from npugrad_client._frames import read_frames, request_frames, server_stages
 from npugrad_client._older import lacking, lacks_operator, version_question
@@ -102,12 +102,12 @@ class _Alarm:
 def open_channel(kind: Any, settings: Settings, server: int, registry: Registry) -> Stubs:
     """Returns the stubs of a new channel to a target; `kind` is the module `grpc` or `grpc.aio`."""
     target = settings.targets[server]
-    options = settings.options(target)
+    options, proxy = settings.options(target), proxy_note(target)
     if settings.tls is None:
-        return Stubs(kind.insecure_channel(target, options=options), registry)
+        return Stubs(kind.insecure_channel(target, options=options), registry, proxy=proxy)
     ca, certificate, key = pem = settings.tls.current()
     credentials = grpc.ssl_channel_credentials(ca, key, certificate)
-    return Stubs(kind.secure_channel(target, credentials, options=options), registry, pem)
+    return Stubs(kind.secure_channel(target, credentials, options=options), registry, pem, proxy)
 
 
 class _Home:
@@ -344,6 +344,7 @@ class Transport:
         try:
             with GATE:
                 stubs = home.stubs(server)
+                attempt.proxy = stubs.proxy
                 if attempt.is_streamed and isinstance(rpc, Call):
                     return _streamed(stubs, rpc.streamed(), attempt, rpc.clock, flight)
                 request = rpc.encode()

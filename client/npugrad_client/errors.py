@@ -170,10 +170,12 @@ _OTHER_CONTRACT = (
     f"the server does not know this method of {_CONTRACT}; it must speak {_CONTRACT}, as "
     f"this client of version {npugrad.__version__} does"
 )
-_UNRESOLVED = re.compile(r"errors resolving|dns resolution failed", re.I)
-"""gRPC's messages for a name without an address; those of 1.67 and 1.85 differ."""
 _NO_HTTP2 = re.compile(r"failed parsing http/2|http1\.x server", re.I)
 """gRPC's messages for bytes that do not start an HTTP/2 connection."""
+_MISCONFIGURED = re.compile(
+    rf"errors resolving|dns resolution failed|{_NO_HTTP2.pattern}|http proxy returned response code 4", re.I
+)
+"""gRPC's messages where waiting does not help; for an unknown name, those of 1.67 and 1.85 differ."""
 _REFUSED = re.compile(r"received rst_stream with error code 7\b", re.I)
 """gRPC's message for REFUSED_STREAM. gRPC's servers send it if a connection has too many calls: one counts
 until the server has released it, so that a client which keeps to the limit can still exceed it."""
@@ -285,9 +287,11 @@ def _without_details(error: Any, attempt: Attempt, is_ours: bool) -> NpugradErro
         text = f"{target}: {_OTHER_CONTRACT} (gRPC: {said})"
     else:
         text = f"{target}: {code.name}: {said}"
+    if attempt.proxy and issubclass(cls, (ConnectError, DeadlineExceeded)):
+        text = f"{text}; {attempt.proxy}"
     made = cls(f"{attempt.what}: {text}")
     if isinstance(made, ConnectError):
-        made.is_misconfigured = bool(_UNRESOLVED.search(said) or _NO_HTTP2.search(said) or _is_hung_up(said))
+        made.is_misconfigured = bool(_MISCONFIGURED.search(said) or _is_hung_up(said))
     return made
 
 

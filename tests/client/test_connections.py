@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 from collections.abc import Iterator
@@ -21,12 +22,13 @@ from npugrad_client import (
     Cancelled,
     Client,
     ConnectError,
+    DeadlineExceeded,
     NpugradError,
     RetryPolicy,
     TransportError,
     UnsupportedOperator,
 )
-from npugrad_client._channels import KEEPALIVE_S, channel_options
+from npugrad_client._channels import KEEPALIVE_S, _proxy_note, channel_options
 from npugrad_client._targets import DEFAULT_PORT
 from npugrad_server.config import ServerSettings
 from npugrad_server.rpc.transport import LEAST_PING_INTERVAL_S
@@ -107,6 +109,13 @@ class _Page(BaseHTTPRequestHandler):
 
     def log_message(self, *_: Any) -> None:
         """Nothing."""
+
+
+class _Refusing(_Page):
+    """A proxy that lets nobody through."""
+
+    def do_CONNECT(self) -> None:
+        self.send_error(403)
 
 
 @pytest.fixture(params=["HTTP/0.9", "HTTP/1.0"], ids=["bare page", "status line"])
@@ -253,13 +262,104 @@ def test_a_server_that_comes_back_is_found_again(
             assert flying.result(30).info.tries > 4
 
 
+@pytest.fixture
+def no_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An environment that names no proxies."""
+    for name in ("http_proxy", "https_proxy", "grpc_proxy", "no_proxy", "no_grpc_proxy"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.usefixtures("no_proxies")
 def test_loopback_is_never_asked_of_a_proxy(closed_port: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("http_proxy", "https_proxy", "grpc_proxy"):
         monkeypatch.setenv(name, f"http://{closed_port}")
-    for name in ("no_proxy", "no_grpc_proxy"):
-        monkeypatch.delenv(name, raising=False)
     with fake_service() as service, Client(service.address, timeout_s=20) as client:
         client.group_norm_backward(**group_norm())
+
+
+@PAIRS
+@pytest.mark.usefixtures("no_proxies")
+def test_an_error_behind_a_proxy_names_it_and_its_variable(
+    closed_port: str, monkeypatch: pytest.MonkeyPatch, make: Make, way: int
+) -> None:
+    """The address in gRPC's own message is one that the caller never gave."""
+    monkeypatch.setenv("https_proxy", f"http://me:secret@{closed_port}")
+    monkeypatch.setenv("http_proxy", "http://localhost:1")
+    expected = (
+        rf"^group_norm_backward: cannot reach npu-7.example.org:50051: .*{closed_port}.*; the environment "
+        r"variable https_proxy sends connections to npu-7.example.org through the proxy "
+        rf"http://{closed_port}; to do without it, add npu-7.example.org to no_proxy \(in lower case\) "
+        r"before the client is made$"
+    )
+    policy = RetryPolicy(retry_for_s=0)
+    with pytest.raises(ConnectError, match=expected) as caught:
+        call_once(make, "npu-7.example.org", stream_from_bytes=way, retry=policy)
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.usefixtures("no_proxies")
+def test_a_proxy_that_refuses_or_is_silent_is_named_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waiting does not help against a refusal."""
+    named = "; the environment variable http_proxy sends connections to npu-7 through"
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Refusing) as web, ThreadPoolExecutor(1) as pool:
+        monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{web.server_port}")
+        with Client("npu-7", timeout_s=0.2) as client, pytest.raises(DeadlineExceeded, match=named):
+            client.server_info()
+        pool.submit(web.serve_forever, 0.01)
+        with Client("npu-7") as client, pytest.raises(ConnectError, match=f"code 403{named}") as caught:
+            client.server_info()
+        web.shutdown()
+    assert caught.value.is_misconfigured
+
+
+PROXIES = [
+    ({"http_proxy": "P"}, "localhost", "http_proxy"),
+    ({"https_proxy": "P", "http_proxy": ""}, "localhost", "https_proxy"),
+    ({"https_proxy": "", "http_proxy": "P"}, "localhost", ""),
+    ({"grpc_proxy": "P", "https_proxy": ""}, "localhost", "grpc_proxy"),
+    ({"HTTP_PROXY": "P", "HTTPS_PROXY": "P", "all_proxy": "P"}, "localhost", ""),
+    ({"http_proxy": "https://localhost:1"}, "localhost", ""),
+    ({"http_proxy": "localhost:1"}, "localhost", ""),
+    ({"http_proxy": "P", "NO_PROXY": "localhost"}, "localhost", "http_proxy"),
+    *(
+        ({"http_proxy": "P", "no_proxy": listed}, host, "" if is_exempt else "http_proxy")
+        for host, listed, is_exempt in (
+            ("localhost", "localhost", True),
+            ("localhost", "other, LOCALHOST ,another", True),
+            ("localhost", "", False),
+            ("localhost", "*", False),
+            ("localhost", "localhost:1", False),
+            ("a.localhost", "localhost", True),
+            ("a.localhost", ".localhost", True),
+            ("a.localhost", "*.localhost", False),
+            ("127.0.0.1", "127.0.0.0/8", True),
+            ("127.0.0.1", "10.0.0.0/8", False),
+            ("127.0.0.1", "127.0.0.1", True),
+        )
+    ),
+    ({"http_proxy": "P", "no_grpc_proxy": "", "no_proxy": "localhost"}, "localhost", "http_proxy"),
+    ({"http_proxy": "P", "no_grpc_proxy": "localhost"}, "localhost", ""),
+]
+
+
+@pytest.mark.usefixtures("no_proxies")
+def test_the_proxy_that_is_named_is_the_one_that_grpc_asks(
+    closed_port: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checked on loopback, where a client of ours would ask none."""
+    with fake_service() as service:
+        port, apart = service.address.rpartition(":")[2], (("grpc.use_local_subchannel_pool", 1),)
+        for variables, host, expected in PROXIES:
+            with monkeypatch.context() as patch:
+                for name, value in variables.items():
+                    patch.setenv(name, value.replace("P", f"http://{closed_port}"))
+                note = _proxy_note(f"{host}:{port}", os.environ)
+                assert (f"variable {expected} sends" in note) is bool(expected), (variables, host, note)
+                with grpc.insecure_channel(f"{host}:{port}", options=apart) as channel:
+                    absent: Any = channel.unary_unary("/absent")
+                    with pytest.raises(grpc.RpcError) as caught:
+                        absent(b"", timeout=20)
+                assert (closed_port in str(caught.value)) is bool(expected), (variables, host, caught.value)
 
 
 @pytest.mark.parametrize(
@@ -271,9 +371,11 @@ def test_loopback_is_never_asked_of_a_proxy(closed_port: str, monkeypatch: pytes
         ("[::1]:50051", True, True),
         ("dns:///localhost:1", True, True),
         ("ipv4:127.0.0.1:1", True, True),
-        ("unix:/run/npugrad.sock", False, True),
-        ("unix:///run/npugrad.sock", False, True),
-        ("unix-abstract:npugrad", False, True),
+        ("unix:/run/npugrad.sock", True, True),
+        ("unix:///run/npugrad.sock", True, True),
+        ("unix-abstract:npugrad", True, True),
+        ("ipv4:10.0.0.1:1,10.0.0.2:1", True, False),
+        ("ipv4:10.0.0.1:1", False, False),
         ("localhost.example.org:1", False, False),
         ("10.0.0.1:1", False, False),
         ("127.example.org:1", False, False),
