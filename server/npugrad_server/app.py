@@ -87,7 +87,10 @@ async def serve(
         StartError: Something needed for the start is missing.
     """
     log, stop, delay_s = get_logger(), StopSignals(), 0.0
-    made = pool_settings(loaded.settings, npu_report(loaded.settings))
+    report = npu_report(loaded.settings)
+    made = pool_settings(loaded.settings, report)
+    for note in report.notes:
+        log.warning("npu", note=note)
     made = replace(made, print_fd=print_fd, worker_module=worker_module)
     for name, value in loaded.settings:
         # The pool's settings have the values that defaults such as "auto" resolved to.

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from npugrad_server.npus import and_visibility
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -171,11 +173,12 @@ def _check(text: str, found: list[DeviceName], npu_count: int | None) -> None:
         _check_npus(found, npu_count)
 
 
-def _check_npus(found: list[DeviceName], npu_count: int | None) -> None:
+def _check_npus(devices: list[DeviceName], npu_count: int | None) -> None:
     if npu_count is None:
         raise DeviceListError(
-            f"found {found[0].name}; expected CPU devices such as 'cpu:0', because no NPU can be used here"
+            f"found {devices[0].name}; expected CPU devices such as 'cpu:0', because no NPU can be used here"
         )
-    absent = [device.name for device in found if device.index >= npu_count]
+    absent = [device.name for device in devices if device.index >= npu_count]
     if absent:
-        raise DeviceListError(f"found {', '.join(absent)}; expected NPUs of this host, which has {npu_count}")
+        found = f"found {', '.join(absent)}; expected NPUs of this host, which has {npu_count}"
+        raise DeviceListError(and_visibility(found))

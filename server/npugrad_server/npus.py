@@ -8,9 +8,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import stat
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from collections import defaultdict
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
@@ -21,6 +23,12 @@ if TYPE_CHECKING:
 PROBE_TIMEOUT_S = 60.0
 """Seconds after which a driver that does not answer counts as broken."""
 _MAX_WORDS = 500
+
+VISIBLE_DEVICES = "ASCEND_RT_VISIBLE_DEVICES"
+"""Variable with the numbers of the devices that CANN shows to a process, up to the first other character."""
+_SHARED_NODES = ("davinci_manager", "devmm_svm", "hisi_hdc")
+"""Device files that every process with an NPU needs, besides those of the cards."""
+_CARD = re.compile(r"davinci\d+")
 
 OP_INIT_MODE = "ACL_OP_INIT_MODE"
 """Variable that tells torch_npu when to start CANN's graph engine and TBE: 0 at once, 1 when one of their
@@ -52,6 +60,7 @@ class NpuReport:
         cann: Version of CANN; empty if unknown.
         simulated: Whether CANN is the tests' simulation.
         problems: What is missing, each with what was tried.
+        notes: What may surprise, although the NPUs can be used.
         device_nodes: The driver's device files; if there are any, this is a host with NPUs, whatever the
             problems.
     """
@@ -61,7 +70,8 @@ class NpuReport:
     cann: str = ""
     simulated: bool = False
     problems: tuple[str, ...] = ()
-    device_nodes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
+    device_nodes: tuple[str, ...] = ()
 
     @property
     def usable_count(self) -> int | None:
@@ -79,24 +89,28 @@ def find_npus(timeout_s: float = PROBE_TIMEOUT_S, device_folder: Path = Path("/d
         timeout_s: Seconds until the other process counts as hung.
         device_folder: Folder of the driver's device files.
     """
-    nodes = device_nodes(device_folder)
+    nodes, closed = device_nodes(device_folder), node_problems(device_folder)
+    found = _probed(timeout_s)
+    if found.problems:
+        return replace(found, problems=(*found.problems, *closed), device_nodes=nodes)
+    return replace(found, notes=(*found.notes, *closed), device_nodes=nodes)
+
+
+def _probed(timeout_s: float) -> NpuReport:
     command = [sys.executable, "-m", "npugrad_server.backends.npu.probe"]
     # In-memory files, not pipes: a process forked by a vendor library would keep pipes open.
     with open(os.memfd_create("answer"), "w+b") as answer, open(os.memfd_create("words"), "w+b") as said:
         try:
             done = subprocess.run(command, stdout=answer, stderr=said, timeout=timeout_s, check=False)
         except subprocess.TimeoutExpired:
-            return NpuReport(
-                problems=(f"the NPU driver did not answer within {timeout_s:g} s",), device_nodes=nodes
-            )
+            return NpuReport(problems=(f"the NPU driver did not answer within {timeout_s:g} s",))
         stdout, stderr = _text(answer), _text(said)
     try:
         found = json.loads(stdout)
     except ValueError:
         words = " ".join(stderr.split())[-_MAX_WORDS:]
         return NpuReport(
-            problems=(f"the process that looks for NPUs exited with status {done.returncode}: {words}",),
-            device_nodes=nodes,
+            problems=(f"the process that looks for NPUs exited with status {done.returncode}: {words}",)
         )
     return NpuReport(
         count=found["count"],
@@ -104,7 +118,7 @@ def find_npus(timeout_s: float = PROBE_TIMEOUT_S, device_folder: Path = Path("/d
         cann=found["cann"],
         simulated=found["simulated"],
         problems=tuple(found["problems"]),
-        device_nodes=nodes,
+        notes=tuple(found["notes"]),
     )
 
 
@@ -116,6 +130,54 @@ def _text(file: BinaryIO) -> str:
 def device_nodes(folder: Path = Path("/dev")) -> tuple[str, ...]:
     """Paths of the NPU driver's device files, sorted."""
     return tuple(sorted(str(path) for path in folder.glob("davinci*")))
+
+
+def node_problems(folder: Path = Path("/dev")) -> tuple[str, ...]:
+    """What keeps this process from the driver's device files; empty if nothing does, or if there are none.
+
+    None is opened, as that could take a device; the rules of a container for devices count all the same.
+    """
+    cards = sorted(path for path in folder.glob("davinci*") if _CARD.fullmatch(path.name))
+    shared = [folder / name for name in _SHARED_NODES]
+    there = [*cards, *(path for path in shared if path.exists())]
+    lacking = [str(path) for path in shared if path not in there] + [str(folder / "davinciN")] * (not cards)
+    if not there:
+        return ()
+    problems = []
+    if lacking:
+        problems.append(
+            f"found {', '.join(map(str, there))}, but not {', '.join(lacking)}; expected davinciN and "
+            f"{', '.join(_SHARED_NODES)}, in a container too"
+        )
+    closed = defaultdict(list)
+    for path in there:
+        if not os.access(path, os.R_OK | os.W_OK, effective_ids=True):
+            found = path.stat()
+            closed[found.st_uid, found.st_gid, stat.filemode(found.st_mode)].append(str(path))
+    groups = ", ".join(map(str, sorted({os.getegid(), *os.getgroups()})))
+    problems += [
+        f"{', '.join(paths)} cannot be opened by user {os.geteuid()} with groups {groups}: found owner "
+        f"{uid}:{gid}, mode {mode}; expected a user or group that may read and write, and, in a container, "
+        "that it is given these devices"
+        for (uid, gid, mode), paths in closed.items()
+    ]
+    return tuple(problems)
+
+
+def visibility(environment: Mapping[str, str] = os.environ) -> str:
+    """How the environment hides devices and numbers the others; empty if it does not."""
+    listed = environment.get(VISIBLE_DEVICES)
+    if listed is None:
+        return ""
+    return (
+        f"{VISIBLE_DEVICES}={listed!r} hides all devices that it does not list (ascending, commas only); "
+        "npu:N counts the visible ones, from npu:0"
+    )
+
+
+def and_visibility(text: str) -> str:
+    """A message about the devices found, and how the environment hides others, if it does."""
+    return "; ".join(filter(None, (text, visibility())))
 
 
 def op_init_mode(environment: Mapping[str, str] = os.environ) -> str:

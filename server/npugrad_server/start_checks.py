@@ -190,9 +190,9 @@ async def check(settings: ServerSettings) -> list[StartFinding]:
         return findings + [StartFinding(False, problem) for problem in error.problems]
     if made.devices[0].startswith("npu:"):
         findings += [
-            StartFinding(True, f"npu: {problem}", optional=True)
-            for problem in (op_init_problem(),)
-            if problem
+            StartFinding(True, f"npu: {note}", optional=True)
+            for note in (op_init_problem(), *report.notes)
+            if note
         ]
     else:
         # With auto, having none is fine, but a user who expected one wants to know why.

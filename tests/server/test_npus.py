@@ -24,7 +24,7 @@ from npugrad.ops import OPERATORS
 from npugrad.products import Product
 from npugrad_server.cli import app
 from npugrad_server.config import ServerSettings
-from npugrad_server.npus import NpuReport, find_npus, op_init_problem
+from npugrad_server.npus import NpuReport, find_npus, node_problems, op_init_problem
 from npugrad_server.start_checks import StartError, pool_settings
 
 SMALL = {"input_arena_bytes": 2**20, "output_arena_bytes": 2**20}
@@ -169,14 +169,84 @@ def test_check_names_what_the_graph_engine_lacks(
     assert needs in failed
 
 
+NODES = ("davinci0", "davinci1", "davinci_manager", "devmm_svm", "hisi_hdc")
+
+
+@pytest.mark.parametrize(
+    ("there", "closed", "expected"),
+    [
+        ((), (), ()),
+        (NODES, (), ()),
+        (
+            ("davinci0", "davinci_manager"),
+            (),
+            (
+                "found davinci0, davinci_manager, but not devmm_svm, hisi_hdc; expected davinciN and "
+                "davinci_manager, devmm_svm, hisi_hdc, in a container too",
+            ),
+        ),
+        (NODES[2:], (), ("found davinci_manager, devmm_svm, hisi_hdc, but not davinciN; expected ",)),
+        (
+            NODES,
+            ("davinci1", "hisi_hdc"),
+            (
+                "davinci1, hisi_hdc cannot be opened by user USER with groups GROUPS: found owner OWNER, "
+                "mode -r--------; expected a user or group that may read and write, and, in a container, "
+                "that it is given these devices",
+            ),
+        ),
+    ],
+)
+def test_device_files_that_are_missing_or_closed_are_named(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    there: tuple[str, ...],
+    closed: tuple[str, ...],
+    expected: tuple[str, ...],
+) -> None:
+    """Files of the caller's own; root, who may open everything, looks as nobody, from inside the folder."""
+    tmp_path.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    for name in there:
+        Path(name).touch()
+        Path(name).chmod(0o400 if name in closed else 0o666)
+    user, nobody = os.geteuid(), 65534
+    os.seteuid(nobody if user == 0 else user)
+    try:
+        found = node_problems(Path())
+    finally:
+        os.seteuid(user)
+    facts = {
+        "USER": str(nobody if user == 0 else user),
+        "GROUPS": ", ".join(map(str, sorted({os.getegid(), *os.getgroups()}))),
+        "OWNER": f"{user}:{os.getegid()}",
+    }
+    for name, fact in facts.items():
+        expected = tuple(text.replace(name, fact) for text in expected)
+    assert len(found) == len(expected)
+    assert all(text.startswith(start) for text, start in zip(found, expected, strict=True)), found
+
+
+HIDDEN = {"ASCEND_RT_VISIBLE_DEVICES": "3"}
+HIDES = (
+    "ASCEND_RT_VISIBLE_DEVICES='3' hides all devices that it does not list (ascending, commas only); npu:N "
+    "counts the visible ones, from npu:0"
+)
+
+
 @pytest.mark.npu_sim
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("plan", "devices", "code", "line"),
     [
         ("ndev=2", "auto", 0, "ok    npu:1: ready, npu, SIMULATED Ascend910B2, CANN 9.1.0, torch_npu 2.13.0"),
-        ("ndev=1", "npu:1", 1, "FAIL  devices: found npu:1; expected NPUs of this host, which has 1"),
-        ("ndev=0", "npu:0", 1, "FAIL  npu: CANN finds no NPU on this host"),
+        (
+            "ndev=1",
+            "npu:3",
+            1,
+            f"FAIL  devices: found npu:3; expected NPUs of this host, which has 1; {HIDES}",
+        ),
+        ("ndev=0", "npu:0", 1, f"FAIL  npu: CANN finds no NPU on this host; {HIDES}"),
         (
             "aclrtGetDeviceCount:*:507899",
             "npu:0",
@@ -207,7 +277,9 @@ def test_check_names_what_the_graph_engine_lacks(
 def test_check_on_a_simulated_node(
     cann_sim: Installation, torch_npu: Path, tmp_path: Path, plan: str, devices: str, code: int, line: str
 ) -> None:
-    found, lines = check("--devices", devices, env=npu_environment(cann_sim, tmp_path, plan))
+    """The simulator counts its devices itself, as CANN counts those that the variable leaves."""
+    environment = npu_environment(cann_sim, tmp_path, plan) | (HIDDEN if HIDES in line else {})
+    found, lines = check("--devices", devices, env=environment)
     assert any(one.startswith(line) for one in lines), lines
     assert found == code
 
@@ -232,7 +304,8 @@ def test_a_driver_that_hangs_or_crashes_is_told_in_time_and_no_reason_to_take_a_
     node = tmp_path / "davinci0"
     node.touch()
     found = report(tmp_path, npu_environment(cann_sim, tmp_path, plan), timeout_s)
-    assert (found.problems, found.device_nodes) == ((problem,), (str(node),))
+    assert (found.problems[0], found.device_nodes) == (problem, (str(node),))
+    assert found.problems[1:] == node_problems(tmp_path) != ()
     assert "auto found NPUs that cannot be used" in problems(found)[0]
 
 
@@ -268,11 +341,20 @@ def test_check_names_operators_that_the_node_lacks(
 @pytest.mark.npu_sim
 @pytest.mark.slow
 @pytest.mark.parametrize("cann", ["8.0.RC3", "8.3.RC1"])
-def test_check_names_the_release_of_cann(
+def test_check_names_the_release_of_cann_and_what_does_not_go_with_it(
     install_cann_sim: Callable[..., Installation], torch_npu: Path, tmp_path: Path, cann: str
 ) -> None:
-    """The first has no function that tells it, the second another than later ones."""
+    """The first has no function that tells it, the second another than later ones.
+
+    The simulator has two of the operators that came with 8.5; what they take before that is not documented.
+    """
     node = npu_environment(install_cann_sim("split", cann), tmp_path)
-    code, lines = check("--devices", "npu:0", env=node)
+    code, lines = check("--devices", "npu:0", env=node | HIDDEN)
     assert any(f"SIMULATED Ascend910B2, CANN {cann}, torch_npu 2.13.0" in line for line in lines), lines
     assert code == 0
+    pair = f"found torch_npu 2.13.0 with CANN {cann}; expected CANN 8.5 to 9.2, as the vendor declares for it"
+    assert {f"note  npu: {pair}", f"note  npu: {HIDES}"} <= set(lines)
+    for name in ("layer_norm_backward", "grid_sampler_3d_backward"):
+        found = f"found CANN {cann}; expected CANN 8.5 or newer"
+        assert f"note  {name} is not available: {found}" in lines
+    assert not any("grid_sampler_2d_backward" in line for line in lines)

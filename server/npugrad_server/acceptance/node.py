@@ -124,7 +124,8 @@ def _system() -> str:
         f"{platform.platform()}\nPython {platform.python_version()}, {platform.python_implementation()}\n"
     ]
     parts.append(f"user {os.getuid()}, groups {', '.join(map(str, os.getgroups()))}\n")
-    for node in (*device_nodes(), *map(str, sorted(Path("/dev").glob("*hisi*")))):
+    shared = (path for pattern in ("*hisi*", "devmm*") for path in sorted(Path("/dev").glob(pattern)))
+    for node in (*device_nodes(), *map(str, shared)):
         found = os.stat(node)
         parts.append(f"{node} mode {found.st_mode:o}, owner {found.st_uid}:{found.st_gid}\n")
     for name in _SYSTEM_FILES:

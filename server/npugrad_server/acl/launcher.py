@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from npugrad.operator import TensorParam
 from npugrad_server.acl.libraries import Missing
+from npugrad_server.acl.release import predating
 from npugrad_server.acl.runtime import AclError, concerning
 from npugrad_server.acl.symbols import operator_symbols
 from npugrad_server.acl.tensor import Handles
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
     from npugrad.attributes import AttrValue
     from npugrad.operator import OpRecord
+    from npugrad.releases import CannRelease
     from npugrad_server.acl.libraries import Cann
     from npugrad_server.acl.runtime import Runtime
     from npugrad_server.acl.tensor import DeviceTensor
@@ -39,17 +41,28 @@ _LOG = logging.getLogger(__name__)
 class Launcher:
     """Plans and launches operators."""
 
-    def __init__(self, cann: Cann, runtime: Runtime) -> None:
-        """Takes the bound functions; operators are bound on first use."""
+    def __init__(self, cann: Cann, runtime: Runtime, release: CannRelease | None = None) -> None:
+        """Takes the bound functions; operators are bound on first use.
+
+        Args:
+            cann: The libraries.
+            runtime: The runtime.
+            release: Release of CANN, which tells operators that came later; None to go by functions alone.
+        """
         self._cann = cann
         self._runtime = runtime
+        self._release = release
         self._phases: dict[str, tuple[Any, Any]] = {}
         self._complained = False
 
     def missing(self, record: OpRecord) -> str:
-        """Why an operator cannot be launched: a function that no library has; empty when it can."""
+        """Why an operator cannot be launched; empty when it can.
+
+        Either no library has a function, or CANN is older than the operator: a function that is there all the
+        same may take other arguments than the documented one.
+        """
         reasons = [phase.reason for phase in self.phases(record) if isinstance(phase, Missing)]
-        return "; ".join(reasons)
+        return "; ".join(reasons) or predating(self._release, record)
 
     def phases(self, record: OpRecord) -> tuple[Any, Any]:
         """The bound functions of both phases."""

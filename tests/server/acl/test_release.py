@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from ctypes import c_char_p
 from pathlib import Path
@@ -10,12 +11,14 @@ from typing import Any
 import pytest
 from tests.cann_sim.build import Installation
 
+from npugrad.ops import get_operator
 from npugrad.releases import CannRelease
 from npugrad_server.acl.libraries import Functions, Missing
-from npugrad_server.acl.release import installed_release
+from npugrad_server.acl.release import COMPATIBLE, installed_release, pairing, predating
 from npugrad_server.acl.runtime import Runtime
 from npugrad_server.acl.symbols import Symbol
 
+GUIDE = Path(__file__).parents[3] / "docs" / "guides" / "npus.md"
 FUNCTIONS = ("aclsysGetVersionStr", "aclsysGetCANNVersion")
 
 
@@ -88,6 +91,45 @@ def test_what_installers_write_down_is_read(
 ) -> None:
     write(files)
     assert installed_release(runtime()) == CannRelease.parse(expected)
+
+
+@pytest.mark.parametrize(
+    ("torch_npu", "cann", "span"),
+    [
+        ("2.13.0", "8.5.0", ""),
+        ("2.13.0", "9.2.0-beta.1", ""),
+        ("2.13.0", "8.3.RC1", "8.5 to 9.2"),
+        ("2.13.0+gitc798c65", "9.3.0", "8.5 to 9.2"),
+        ("2.7.1.post8", "8.5.0.alpha002", ""),
+        ("2.7.1.post8", "9.2.0", "8.5 to 9.1"),
+        ("2.7.1", "9.1.0", "8.0 to 8.3"),
+        ("2.7.1", "8.0.RC3", ""),
+        ("2.99.0", "7.0.0", ""),
+        ("", "9.1.0", ""),
+    ],
+)
+def test_a_torch_npu_for_other_releases_is_told(torch_npu: str, cann: str, span: str) -> None:
+    found = f"found torch_npu {torch_npu} with CANN {cann}"
+    expected = f"{found}; expected CANN {span}, as the vendor declares for it" if span else ""
+    assert pairing(torch_npu, CannRelease.parse(cann)) == expected
+    assert pairing(torch_npu, None) == ""
+
+
+def test_the_guide_has_the_same_pairs() -> None:
+    rows = re.findall(r"^\| [89]\.\S+ \| (2\.[^|]*) \| ([^|]*) \|", GUIDE.read_text(), re.MULTILINE)
+    listed = {name: tuple(span.split(" to ")) for names, span in rows for name in names.split(", ")}
+    assert listed == COMPATIBLE
+
+
+@pytest.mark.parametrize(
+    ("cann", "is_older"),
+    [("8.3.RC1", True), ("8.5.0.alpha001", False), ("8.5.0", False), ("9.2.0", False)],
+)
+def test_an_operator_comes_with_the_previews_of_its_release(cann: str, is_older: bool) -> None:
+    record = get_operator("layer_norm_backward")
+    found = f"found CANN {cann}; expected CANN 8.5 or newer"
+    assert predating(CannRelease.parse(cann), record) == (found if is_older else "")
+    assert predating(None, record) == ""
 
 
 def test_nothing_is_made_up(write: Callable[[Mapping[str, str]], None], tmp_path: Path) -> None:

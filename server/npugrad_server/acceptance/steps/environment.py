@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from npugrad.ops import get_operator
 from npugrad.products import product_from_soc
+from npugrad.releases import CannRelease
 from npugrad_server.acceptance.step import Step
+from npugrad_server.acl.release import predating
 
 if TYPE_CHECKING:
     from npugrad_server.acceptance.report import Cell
@@ -46,6 +48,8 @@ def _versions(rig: Rig, out: StepLog, found: Any) -> None:
         ("device nodes", _or_none(found["device_nodes"])),
     ]
     out.table("Versions and places", ("what", "found"), rows)
+    for note in found["notes"]:
+        out.note(f"{note}.")
     if not any("driver" in path for path in found["installed"]):
         out.note("The driver's version file is not where its installer writes it.")
     if not found["device_nodes"] and not rig.settings.simulated:
@@ -73,12 +77,12 @@ def _functions(out: StepLog, found: Any) -> set[str]:
     rows = [(f["name"], f["operator"] or "runtime", f["library"] or f["missing"]) for f in functions]
     out.table("Functions and the library each comes from", ("function", "for", "library"), rows)
     out.note(f"Library layout: {found.get('layout')} ({', '.join(found.get('libraries', ()))}).")
-    excused = set()
+    release = CannRelease.parse(found["cann"]) if found.get("cann") else None
+    excused = {function["operator"] for function in functions if _predates(function["operator"], release)}
     for function in functions:
         if function["missing"]:
-            excuse = _excuse(function, found.get("cann", ""))
+            excuse = _excuse(function, release)
             out.check(f"{function['name']} is there", bool(excuse), "found", function["missing"], excuse)
-            excused.update([function["operator"]] if excuse else [])
     for function in functions:
         name = Path(function["library"]).name
         if function["operator"] and name and not _ALLOWED.fullmatch(name):
@@ -86,18 +90,17 @@ def _functions(out: StepLog, found: Any) -> set[str]:
     return excused
 
 
-def _excuse(function: Any, cann: str) -> str:
+def _excuse(function: Any, release: CannRelease | None) -> str:
     """Returns why a function may be missing; empty if it may not."""
     if function["optional"]:
         return "optional for the service"
-    oldest = get_operator(function["operator"]).min_cann if function["operator"] else ""
-    if cann and oldest and _numbers(cann) < _numbers(oldest):
-        return f"CANN {cann} predates the operator, so the service does not offer it"
+    if _predates(function["operator"], release):
+        return f"CANN {release} predates the operator, so the service does not offer it"
     return ""
 
 
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+def _predates(operator: str, release: CannRelease | None) -> bool:
+    return bool(operator and predating(release, get_operator(operator)))
 
 
 def _device(rig: Rig, out: StepLog, excused: set[str]) -> None:

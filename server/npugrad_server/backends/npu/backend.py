@@ -70,7 +70,7 @@ class NpuBackend(Backend):
             raise DeviceUnusable(str(error)) from None
         self._runtime = Runtime(self._cann.runtime)
         self._release = installed_release(self._runtime)
-        self._launcher = Launcher(self._cann, self._runtime)
+        self._launcher = Launcher(self._cann, self._runtime, self._release)
         # Before torch_npu, which has its own error for a chip that it does not know.
         self._check_chip(product, may_be_unknown=True)
         self._device = NpuDevice(device.index, streams, on_stage)

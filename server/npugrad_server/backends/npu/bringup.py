@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from npugrad_server.acl.faults import Action
 from npugrad_server.acl.runtime import AclError
 from npugrad_server.backends.base import DeviceUnusable, RestartPolicy, unheard
-from npugrad_server.npus import OP_INIT_MODE, op_init_mode, op_init_problem
+from npugrad_server.npus import OP_INIT_MODE, and_visibility, op_init_mode, op_init_problem
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -111,9 +111,9 @@ class NpuDevice:
         try:
             count = npu.device_count()
             if index >= count:
-                found = f"{count} NPU{'s' * (count != 1)} for torch_npu"
+                found = f"found {count} NPU{'s' * (count != 1)} for torch_npu"
                 raise DeviceUnusable(
-                    f"found {found}; expected {self._place} to be among them", RestartPolicy.SLOWLY
+                    and_visibility(f"{found}; expected {self._place} to be among them"), RestartPolicy.SLOWLY
                 )
             npu.set_device(index)
             self.empty(1)  # the device is taken by its first use

@@ -12,11 +12,11 @@ import sys
 from typing import Any
 
 from npugrad_server.acl.libraries import Cann, LibraryError
-from npugrad_server.acl.release import installed_release
+from npugrad_server.acl.release import installed_release, pairing
 from npugrad_server.acl.runtime import AclError, Runtime
 from npugrad_server.backends.base import DeviceUnusable
 from npugrad_server.backends.npu.bringup import check_packages
-from npugrad_server.npus import device_nodes
+from npugrad_server.npus import and_visibility, device_nodes, visibility
 
 
 def probe() -> dict[str, Any]:
@@ -27,6 +27,7 @@ def probe() -> dict[str, Any]:
         "cann": "",
         "simulated": False,
         "problems": [],
+        "notes": [],
     }
     try:
         found["packages"] = check_packages()
@@ -43,7 +44,10 @@ def probe() -> dict[str, Any]:
 
 
 def _ask(runtime: Runtime, found: dict[str, Any]) -> None:
-    found["cann"] = str(installed_release(runtime) or "")
+    release = installed_release(runtime)
+    found["cann"] = str(release or "")
+    unpaired = pairing(found.get("packages", {}).get("torch_npu", ""), release)
+    found["notes"] += filter(None, (unpaired, visibility()))
     try:
         runtime.initialize()
         found["count"] = runtime.device_count()
@@ -51,11 +55,13 @@ def _ask(runtime: Runtime, found: dict[str, Any]) -> None:
     except AclError as error:
         nodes = ", ".join(device_nodes()) or "none"
         found["problems"].append(
-            f"{error}; expected the NPU driver to answer: device nodes /dev/davinci* found: {nodes}"
+            and_visibility(
+                f"{error}; expected the NPU driver to answer: device nodes /dev/davinci* found: {nodes}"
+            )
         )
         return
     if not found["count"]:
-        found["problems"].append("CANN finds no NPU on this host")
+        found["problems"].append(and_visibility("CANN finds no NPU on this host"))
 
 
 if __name__ == "__main__":

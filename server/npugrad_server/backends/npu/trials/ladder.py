@@ -31,6 +31,7 @@ from npugrad_server.backends.npu.trials.exchange import (
     run_trial,
     write_contents,
 )
+from npugrad_server.npus import and_visibility
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -102,7 +103,7 @@ class Ladder:
     def _load_operators(self) -> str:
         self._cann = Cann(self._loader)
         self._runtime = Runtime(self._cann.runtime)
-        self._launcher = Launcher(self._cann, self._runtime)
+        self._launcher = Launcher(self._cann, self._runtime, installed_release(self._runtime))
         self._device = BareDevice(self._runtime, self._loader)
         return f"layout {self._cann.layout}: {', '.join(self._cann.libraries)}"
 
@@ -113,7 +114,7 @@ class Ladder:
     def _count(self) -> str:
         count = self._runtime.device_count()
         if self.index >= count:
-            raise Wrong(f"found {count} devices; expected one that is number {self.index}")
+            raise Wrong(and_visibility(f"found {count} devices; expected one that is number {self.index}"))
         return f"{count}"
 
     def _take(self) -> str:

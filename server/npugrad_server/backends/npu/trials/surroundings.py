@@ -10,15 +10,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from npugrad.ops import OPERATORS
+from npugrad.releases import CannRelease
 from npugrad_server.acl.launcher import Launcher
 from npugrad_server.acl.libraries import Cann, Functions, LibraryError, Missing, origin
-from npugrad_server.acl.release import installed_release
+from npugrad_server.acl.release import installed_release, pairing
 from npugrad_server.acl.runtime import Runtime
 from npugrad_server.acl.symbols import operator_symbols
 from npugrad_server.backends.base import DeviceUnusable
 from npugrad_server.backends.npu.bringup import check_packages
 from npugrad_server.backends.npu.trials.exchange import run_trial
-from npugrad_server.npus import device_nodes
+from npugrad_server.npus import VISIBLE_DEVICES, device_nodes, node_problems, visibility
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,7 +29,7 @@ VARIABLES = (
     "ASCEND_TOOLKIT_HOME",
     "ASCEND_OPP_PATH",
     "LD_LIBRARY_PATH",
-    "ASCEND_RT_VISIBLE_DEVICES",
+    VISIBLE_DEVICES,
 )
 """Environment variables that decide which CANN is found."""
 _DRIVER_ROOTS = ("/usr/local/Ascend/driver", "/usr/local/Ascend/firmware")
@@ -44,6 +45,7 @@ def surroundings() -> dict[str, Any]:
         "device_nodes": list(device_nodes()),
         "installed": dict(_installed()),
         "problems": [],
+        "notes": [note for note in (visibility(), *node_problems()) if note],
     }
     try:
         found["packages"] = check_packages()
@@ -51,6 +53,8 @@ def surroundings() -> dict[str, Any]:
         found["problems"].append(str(error))
     try:
         found |= _cann(Cann())
+        release = CannRelease.parse(found["cann"]) if found["cann"] else None
+        found["notes"] += filter(None, [pairing(found["packages"].get("torch_npu", ""), release)])
     except LibraryError as error:
         found["problems"].append(str(error))
     return found
