@@ -59,7 +59,8 @@ class GridSampler2DBackwardResult(CallResults, Generic[Array]):
 
     Attributes:
         input_grad: (N, C, H, W), dtype of input. Gradient of input.
-        grid_grad: (N, OH, OW, 2), dtype of input. Gradient of grid.
+        grid_grad: (N, OH, OW, 2), dtype of input. Gradient of grid. With padding zeros it is 0 at a point
+            outside the image, even if grad_output is NaN or infinite there; PyTorch on a CPU gives NaN.
         info: Where the results come from, and how long each stage took.
     """
 
@@ -74,7 +75,8 @@ class GroupNormBackwardResult(CallResults, Generic[Array]):
 
     Attributes:
         grad_input: Shape of input, dtype of grad_out. Gradient of input.
-        grad_gamma: Shape of gamma, (c) without gamma, dtype of grad_out. Gradient of gamma.
+        grad_gamma: Shape of gamma, (c) without gamma, dtype of grad_out. Gradient of gamma. 0 if hxw is 0,
+            where PyTorch gives NaN.
         grad_beta: Shape of gamma, (c) without gamma, dtype of grad_out. Gradient of beta.
         info: Where the results come from, and how long each stage took.
     """
@@ -303,7 +305,8 @@ class Operators(ABC):
 
         Returns:
             input_grad: (N, C, H, W), dtype of input. Gradient of input.
-            grid_grad: (N, OH, OW, 2), dtype of input. Gradient of grid.
+            grid_grad: (N, OH, OW, 2), dtype of input. Gradient of grid. With padding zeros it is 0 at a point
+                outside the image, even if grad_output is NaN or infinite there; PyTorch on a CPU gives NaN.
             info: Where the results come from, and how long each stage took.
 
         Raises:
@@ -399,7 +402,8 @@ class Operators(ABC):
 
         Returns:
             grad_input: Shape of input, dtype of grad_out. Gradient of input.
-            grad_gamma: Shape of gamma, (c) without gamma, dtype of grad_out. Gradient of gamma.
+            grad_gamma: Shape of gamma, (c) without gamma, dtype of grad_out. Gradient of gamma. 0 if hxw is
+                0, where PyTorch gives NaN.
             grad_beta: Shape of gamma, (c) without gamma, dtype of grad_out. Gradient of beta.
             info: Where the results come from, and how long each stage took.
 
@@ -906,7 +910,8 @@ class AsyncOperators(ABC):
 
         Returns:
             input_grad: (N, C, H, W), dtype of input. Gradient of input.
-            grid_grad: (N, OH, OW, 2), dtype of input. Gradient of grid.
+            grid_grad: (N, OH, OW, 2), dtype of input. Gradient of grid. With padding zeros it is 0 at a point
+                outside the image, even if grad_output is NaN or infinite there; PyTorch on a CPU gives NaN.
             info: Where the results come from, and how long each stage took.
 
         Raises:
@@ -996,7 +1001,8 @@ class AsyncOperators(ABC):
 
         Returns:
             grad_input: Shape of input, dtype of grad_out. Gradient of input.
-            grad_gamma: Shape of gamma, (c) without gamma, dtype of grad_out. Gradient of gamma.
+            grad_gamma: Shape of gamma, (c) without gamma, dtype of grad_out. Gradient of gamma. 0 if hxw is
+                0, where PyTorch gives NaN.
             grad_beta: Shape of gamma, (c) without gamma, dtype of grad_out. Gradient of beta.
             info: Where the results come from, and how long each stage took.
 

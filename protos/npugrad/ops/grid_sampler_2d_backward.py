@@ -31,7 +31,8 @@ _DOCS = {
     "bfloat16. The sampled images.",
     "grid": "(N, OH, OW, 2), dtype of input. Sampling points (x, y), inside the image from -1 to 1.",
     "input_grad": "(N, C, H, W), dtype of input. Gradient of input.",
-    "grid_grad": "(N, OH, OW, 2), dtype of input. Gradient of grid.",
+    "grid_grad": "(N, OH, OW, 2), dtype of input. Gradient of grid. With padding zeros it is 0 at a "
+    "point outside the image, even if grad_output is NaN or infinite there; PyTorch on a CPU gives NaN.",
 }
 
 

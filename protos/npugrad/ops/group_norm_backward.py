@@ -44,7 +44,7 @@ _PARAMS = (
     SIGNATURE.attr("group", "int64", "Number of groups, above 0."),
     SIGNATURE.mask(),
     _tensor("grad_input", "Shape of input, dtype of grad_out. Gradient of input."),
-    _tensor("grad_gamma", f"{_LIKE_GAMMA} Gradient of gamma."),
+    _tensor("grad_gamma", f"{_LIKE_GAMMA} Gradient of gamma. 0 if hxw is 0, where PyTorch gives NaN."),
     _tensor("grad_beta", f"{_LIKE_GAMMA} Gradient of beta."),
 )
 
