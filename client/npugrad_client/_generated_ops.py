@@ -217,7 +217,7 @@ class Operators(ABC):
             MalformedTensor: Shape, strides and content of an operand are inconsistent.
             RecipeMismatch: The content generated from a `Recipe` does not match its digest.
             MalformedRequest: An option has the wrong type or is out of range.
-            UnsafeLevels: A level extends beyond the value tensor (checked by NPU devices only).
+            UnsafeLevels: A level extends beyond the value tensor.
             OperatorError: The device does not support `deterministic` for this call.
             DeviceError: The device failed, or `verify` found a wrong result.
             TransportError: Connection, deadline, overload or shutdown; see `.retryable`.
@@ -829,7 +829,7 @@ class AsyncOperators(ABC):
             MalformedTensor: Shape, strides and content of an operand are inconsistent.
             RecipeMismatch: The content generated from a `Recipe` does not match its digest.
             MalformedRequest: An option has the wrong type or is out of range.
-            UnsafeLevels: A level extends beyond the value tensor (checked by NPU devices only).
+            UnsafeLevels: A level extends beyond the value tensor.
             OperatorError: The device does not support `deterministic` for this call.
             DeviceError: The device failed, or `verify` found a wrong result.
             TransportError: Connection, deadline, overload or shutdown; see `.retryable`.

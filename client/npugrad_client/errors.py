@@ -14,7 +14,7 @@ NpugradError                    .reason .operator .retryable .tries .request_id 
 ├── RequestError                the call is malformed            .operand
 │   ├── MalformedTensor         shape, strides, dtype and content are inconsistent
 │   ├── MalformedRequest        an attribute is missing, of the wrong type or out of range
-│   ├── UnsafeLevels            a level extends beyond the value tensor (NPU; functions for PyTorch)
+│   ├── UnsafeLevels            a level extends beyond the value tensor
 │   ├── InvalidRecipe           a recipe is invalid
 │   └── RecipeMismatch          the generated content does not match the recipe's digest
 └── OperatorError               the operator rejects the call    .code .constraint .violations .source

@@ -335,7 +335,7 @@ class MalformedTensor(RequestError):
 
 
 class UnsafeLevels(RequestError):
-    """A level extends beyond the value tensor (UNSAFE_LEVELS; from NPU devices and `npugrad_client.torch`).
+    """A level extends beyond the value tensor (UNSAFE_LEVELS).
 
     Example:
         >>> try:

@@ -223,7 +223,8 @@ class OpRecord:
         accepts_unchecked: Whether a call succeeds before anything is checked.
         reads: For each output, operands whose values its formula reads in the modes of a legal call,
             regardless of the mask; `reaches` is the inverse.
-        reference: The float64 implementation; it follows the first coordinate rule of `references_by_rule`.
+        reference: The float64 implementation, after `data_check`; it follows the first coordinate rule of
+            `references_by_rule`.
         build: Builds a legal call from keywords `dtype`, `product` and the operator's sizes.
         samples: Small legal calls for a product.
         workloads: Named sizes, including those of real models, and other parameters of calls.
@@ -232,7 +233,7 @@ class OpRecord:
         determinism_check: From a legal call and the NPU's CANN release (None: unknown), why an NPU cannot
             honour the deterministic option for it, as operand, found and expected; None if it can.
         min_cann: Oldest CANN release with the operator.
-        data_check: Checks untrusted operand values before an NPU launch; returns a complaint or None.
+        data_check: Raises `UnsafeLevels` for operands whose values would lead it outside its tensors.
         binding: torch_npu's binding of the operator; None if no version has one.
         references_by_rule: The reference under each coordinate rule, the service's own first; empty for
             operators without coordinates.
@@ -261,7 +262,7 @@ class OpRecord:
     determinism_check: Callable[[CallMeta, CannRelease | None], str | None]
     min_cann: str
     accepts_unchecked: Callable[[CallMeta], bool] = lambda call: False
-    data_check: Callable[[Arrays], str | None] | None = None
+    data_check: Callable[[Arrays], None] = lambda inputs: None
     binding: TorchBinding | None = None
     references_by_rule: Mapping[CoordinateRule, Reference] = field(
         default_factory=lambda: MappingProxyType({})

@@ -71,11 +71,7 @@ def test_an_output_depends_on_what_the_record_says_and_on_nothing_else(
     """Under every mask; of Floyd attention, of which no legal call is small, one call will do."""
 
     def simulated(record: OpRecord, call: CallMeta, arrays: Mapping[str, Array | None]) -> dict[str, Array]:
-        if record.accepts_unchecked(call):
-            return {}
-        if record.data_check is not None and record.data_check(arrays) is not None:
-            return {param.name: np.empty(0) for param in record.outputs}  # refused before the launch
-        return compute(runtime, record, call, arrays)
+        return {} if record.accepts_unchecked(call) else compute(runtime, record, call, arrays)
 
     runtime.set_plan("sums=ordered")  # else no two launches have the same bits
     calls = [call for call in unlike_samples(record) if record is not FLOYD or call.inputs["atten_mask"]]

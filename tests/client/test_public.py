@@ -105,7 +105,7 @@ def test_a_docstring_tells_results_and_numbers(record: OpRecord) -> None:
     for name in raised:
         assert name == "TypeError" or name in npugrad_client.errors.__all__
     assert {"MalformedTensor", "TransportError", "DeviceError", "TypeError"} <= set(raised)
-    assert ("UnsafeLevels" in raised) is (record.data_check is not None)
+    assert ("UnsafeLevels" in raised) is bool(record.checked_operands)
 
 
 @RECORDS

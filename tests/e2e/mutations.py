@@ -79,12 +79,13 @@ def foretell(record: OpRecord, data: bytes, *, chunked: bool) -> Foretold:
         codec.check_contents(wire, chunked=chunked)
         _check_size(wire, [m.nbytes for m in verdict.outputs.values() if m is not None])
         _check_complete(wire)
+        operands = {
+            name: None if meta is None else layout.view(meta, wire.contents[name].data or b"")
+            for name, meta in wire.call.inputs.items()
+        }
+        record.data_check(operands)
     except NpugradError as error:
         return Foretold(error, {})
-    operands = {
-        name: None if meta is None else layout.view(meta, wire.contents[name].data or b"")
-        for name, meta in wire.call.inputs.items()
-    }
     return Foretold(None, local_results(record, wire.call, operands))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -27,7 +28,7 @@ from tests.summary import Tally
 
 from npugrad import codec
 from npugrad.codec import MAX_CHUNK_BYTES
-from npugrad.errors import CallTooLarge, MalformedRequest, MalformedTensor, NpugradError
+from npugrad.errors import CallTooLarge, MalformedRequest, MalformedTensor, NpugradError, UnsafeLevels
 from npugrad.meta import CallMeta, TensorMeta
 from npugrad.operator import OpRecord
 from npugrad.products import Product
@@ -159,20 +160,27 @@ LEVELS = (-(2**63), -(2**31), -1, 0, 1, 2**31 - 1, 2**32, 1_065_353_216, 2**62, 
 
 @pytest.mark.parametrize("turns", [21, pytest.param(101, marks=pytest.mark.deep)])
 def test_levels_outside_the_value_tensor(turns: int, client: Client, tally: Tally) -> None:
-    """Sizes and starts are the caller's data; what points outside reads zero and writes nothing."""
+    """Sizes and starts are the caller's data: refused as the check says, else computed."""
     rng = np.random.default_rng(11)
     for index_dtype in ("int32", "int64"):
         made = fill(MSDA, MSDA.build(index_dtype=index_dtype))
         limits = np.iinfo(index_dtype)
         levels = np.array([min(max(level, limits.min), limits.max) for level in LEVELS])
         for turn in range(turns):
-            arrays = dict(made.arrays)
+            arrays, drawn = dict(made.arrays), levels if turn % 2 else (0, 1)  # which stay among the keys
             for name in ("spatial_shape", "level_start_index"):
                 old = arrays[name]
                 assert old is not None
-                wild = rng.choice(levels, old.shape) if turn else np.full(old.shape, 1_065_353_216)
+                wild = rng.choice(drawn, old.shape) if turn else np.full(old.shape, 1_065_353_216)
                 changed = np.where(rng.random(old.shape) < (0.6 if turn else 1), wild, old)
                 arrays[name] = changed.astype(old.dtype)
+            try:
+                MSDA.data_check(arrays)
+            except UnsafeLevels as error:
+                with pytest.raises(UnsafeLevels, match=f"^{re.escape(str(error))}$"):
+                    getattr(client, MSDA.name)(**arrays)
+                tally("hostile: level tables refused", 1)
+                continue
             result = getattr(client, MSDA.name)(**arrays)
             assert differences(local_results(MSDA, made.call, arrays), outputs_of(MSDA, result)) == []
             tally("hostile: level tables computed", 1)

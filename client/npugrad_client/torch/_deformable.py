@@ -210,7 +210,7 @@ def forward(
     value: Tensor, spatial_shape: Tensor, level_start_index: Tensor, location: Tensor, attn_weight: Tensor
 ) -> Tensor:
     """The attention itself, (bs, nq, nh*ch) in the type of value, for all consistent sizes."""
-    levels = levels_of(spatial_shape, level_start_index, value.shape[1])
+    levels = levels_of(value, spatial_shape, level_start_index)
     bs, nq, nh, _, points, _ = location.shape
     ch, dtype = value.shape[3], wide(value, location, attn_weight)
     block = max(1, _BLOCK_BYTES // (dtype.itemsize * max(1, ch * nh * len(levels) * points)))

@@ -8,12 +8,12 @@ is float64.
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from npugrad.ops import get_operator
 from npugrad_client._legality import DEFORMABLE_ATTENTION as OPERATOR
-from npugrad_client.errors import UnsafeLevels
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,24 +26,20 @@ _BLOCK_BYTES = 32 * 2**20
 """Size of what one corner of one level reads for a block of queries; about five exist at once per level."""
 
 
-def levels_of(spatial_shape: Tensor, level_start_index: Tensor, keys: int) -> list[Level]:
+def levels_of(value: Tensor, spatial_shape: Tensor, level_start_index: Tensor) -> list[Level]:
     """First key, height and width of each level, all inside value.
 
     Raises:
-        UnsafeLevels: One is not.
+        UnsafeLevels: One is not, as the service would say.
     """
-    found = []
+    operands: dict[str, Any] = {
+        "value": value,
+        "spatial_shape": spatial_shape.numpy(),
+        "level_start_index": level_start_index.numpy(),
+    }
+    get_operator(OPERATOR).data_check(operands)
     pairs = zip(level_start_index.tolist(), spatial_shape.tolist(), strict=True)
-    for number, (start, (height, width)) in enumerate(pairs):
-        if height < 0 or width < 0 or start < 0 or start + height * width > keys:
-            raise UnsafeLevels(
-                f"{OPERATOR}: spatial_shape: found level {number} of {height} x {width} from key {start}; "
-                f"expected one inside of value, which has {keys} keys",
-                operator=OPERATOR,
-                operand="spatial_shape",
-            )
-        found.append((start, height, width))
-    return found
+    return [(start, height, width) for start, (height, width) in pairs]
 
 
 def wide(*tensors: Tensor) -> torch.dtype:
@@ -68,7 +64,7 @@ def attend(
 
     It needs memory for everything it reads, about ten times (bs, nq, nh, nl, np, ch).
     """
-    levels = levels_of(spatial_shape, level_start_index, value.shape[1])
+    levels = levels_of(value, spatial_shape, level_start_index)
     dtype = wide(value, location, attn_weight)
     with torch.autocast("cpu", enabled=False):
         padded, points, weights = _padded(value.to(dtype)), location.to(dtype), attn_weight.to(dtype)
@@ -86,7 +82,7 @@ def gradients(
     grad_output: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of value, location and attn_weight in their types, computed in blocks of queries."""
-    levels = levels_of(spatial_shape, level_start_index, value.shape[1])
+    levels = levels_of(value, spatial_shape, level_start_index)
     dtype = wide(value, location, attn_weight)
     _, _, nh, ch = value.shape
     grads = [torch.zeros_like(t, dtype=dtype) for t in (value, location, attn_weight)]

@@ -225,8 +225,8 @@ def _raises(record: OpRecord) -> list[str]:
     sentences["RecipeMismatch"] = "The content generated from a `Recipe` does not match its digest."
     what = "An attribute or option" if record.attrs else "An option"
     sentences["MalformedRequest"] = f"{what} has the wrong type or is out of range."
-    if record.data_check is not None:
-        sentences["UnsafeLevels"] = "A level extends beyond the value tensor (checked by NPU devices only)."
+    if record.checked_operands:
+        sentences["UnsafeLevels"] = "A level extends beyond the value tensor."
     sentences["OperatorError"] = "The device does not support `deterministic` for this call."
     sentences["DeviceError"] = "The device failed, or `verify` found a wrong result."
     sentences["TransportError"] = "Connection, deadline, overload or shutdown; see `.retryable`."

@@ -1,4 +1,4 @@
-"""Data of aclnnMultiScaleDeformableAttentionGrad: levels, plausible operands, and a check for NPUs."""
+"""Data of aclnnMultiScaleDeformableAttentionGrad: levels, plausible operands, and the check of levels."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from npugrad.errors import UnsafeLevels
+
 if TYPE_CHECKING:
     import numpy.typing as npt
 
     from npugrad.meta import CallMeta
     from npugrad.operator import Arrays
 
+OPERATOR = "multi_scale_deformable_attention_grad"
+_LEVELS = ("spatial_shape", "level_start_index")
 _INT32_MIN, _INT32_MAX = -(2**31), 2**31 - 1
 
 
@@ -71,40 +75,47 @@ def make_inputs(call: CallMeta, rng: np.random.Generator) -> dict[str, npt.NDArr
     return {name: array.astype(call.tensor(name).dtype.numpy, copy=False) for name, array in made.items()}
 
 
-def levels_complaint(inputs: Arrays) -> str | None:
-    """Checks that every level lies inside the value tensor, as the NPU kernel takes for granted.
+def check_levels(inputs: Arrays) -> None:
+    """Refuses levels that leave the value tensor.
 
-    The kernel reads `spatial_shape` and `level_start_index` as int32 and computes addresses from them without
-    a check. Both are the caller's data, so each is copied before it is checked: memory shared with the caller
-    could change during the check. Launch with the copies that were checked.
+    The vendor's kernel reads `spatial_shape` and `level_start_index` as int32 and computes addresses from
+    them without a check. Levels may share keys, leave some out, and have no pixels. Both tensors are the
+    caller's data: run the operator with the copies that were checked.
 
     Args:
         inputs: Operands of a legal call by name; only `value`'s shape and the two index tensors are used.
 
-    Returns:
-        None if each level has height, width and start of 0 or more, all in int32, and ends within the keys;
-        else which level breaks which condition, without any value of the tensors.
+    Raises:
+        UnsafeLevels: A height, a width or a start is negative or does not fit int32, or a level ends beyond
+            the keys. The message says which level, without any value of the tensors.
     """
     value, sizes, starts = (inputs[name] for name in ("value", "spatial_shape", "level_start_index"))
     if value is None or sizes is None or starts is None:
-        return "value, spatial_shape, level_start_index: found null; expected tensors"
+        raise _unsafe(("value", *_LEVELS), "found null; expected tensors")
     num_keys = value.shape[1]
     # Python integers: the product of two int64 may not fit int64.
     levels = zip(np.array(sizes).tolist(), np.array(starts).tolist(), strict=True)
     for index, ((height, width), start) in enumerate(levels):
-        problem = _level_problem(height, width, start, num_keys)
-        if problem:
-            return f"spatial_shape, level_start_index: level {index}: {problem}"
-    return None
+        for operand, name, number in (
+            ("spatial_shape", "height", height),
+            ("spatial_shape", "width", width),
+            ("level_start_index", "start", start),
+        ):
+            if not _INT32_MIN <= number <= _INT32_MAX:
+                raise _unsafe(
+                    (operand,), f"level {index}: found a {name} outside int32; expected 0 to {_INT32_MAX}"
+                )
+            if number < 0:
+                raise _unsafe((operand,), f"level {index}: found a negative {name}; expected 0 or more")
+        if start + height * width > min(num_keys, _INT32_MAX):
+            raise _unsafe(
+                _LEVELS,
+                f"level {index}: found an end beyond the keys; expected start + height*width of at most "
+                f"num_keys = {num_keys}",
+            )
 
 
-def _level_problem(height: int, width: int, start: int, num_keys: int) -> str | None:
-    named = (("height", height), ("width", width), ("start", start))
-    for name, number in named:
-        if not _INT32_MIN <= number <= _INT32_MAX:
-            return f"found a {name} outside int32; expected 0 to {_INT32_MAX}"
-        if number < 0:
-            return f"found a negative {name}; expected 0 or more"
-    if start + height * width > min(num_keys, _INT32_MAX):
-        return f"found an end beyond the keys; expected start + height*width of at most num_keys = {num_keys}"
-    return None
+def _unsafe(operands: tuple[str, ...], problem: str) -> UnsafeLevels:
+    return UnsafeLevels(
+        f"{OPERATOR}: {', '.join(operands)}: {problem}", operator=OPERATOR, operand=operands[0]
+    )

@@ -9,15 +9,15 @@ nq = num_queries, nh = num_heads, ch = channels, nl = num_levels, np = num_point
 from __future__ import annotations
 
 import math
-from functools import partial
-from typing import TYPE_CHECKING
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any
 
 from npugrad.coordinates import ATTENTION_RULES
 from npugrad.dtypes import DType, Format
 from npugrad.generators import Draw
 from npugrad.meta import CallMeta, TensorMeta
 from npugrad.operator import OpRecord, Sample, TensorParam
-from npugrad.ops._multi_scale_deformable_attention_grad_data import levels_complaint, make_inputs
+from npugrad.ops._multi_scale_deformable_attention_grad_data import OPERATOR, check_levels, make_inputs
 from npugrad.ops._multi_scale_deformable_attention_grad_points import Sampled
 from npugrad.ops._multi_scale_deformable_attention_grad_rules import (
     C_NAMES,
@@ -43,6 +43,7 @@ from npugrad.releases import CannRelease
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
+    from npugrad.operator import Arrays
 
 _DETERMINISTIC_UNTIL, _DETERMINISTIC_AGAIN = 9, CannRelease.parse("9.2.0-beta.2")
 """The pages of the releases in between, from any 9.0 on, say that the operator has no deterministic mode."""
@@ -217,8 +218,15 @@ def _determinism_check(call: CallMeta, release: CannRelease | None) -> str | Non
     )
 
 
+@wraps(reference)
+def _reference(inputs: Arrays, attrs: Mapping[str, Any], outputs: Mapping[str, Any], **how: Any) -> None:
+    """The reference, which takes any levels, after the check that comes before the operator everywhere."""
+    check_levels(inputs)
+    reference(inputs, attrs, outputs, **how)
+
+
 MULTI_SCALE_DEFORMABLE_ATTENTION_GRAD = OpRecord(
-    name="multi_scale_deformable_attention_grad",
+    name=OPERATOR,
     aclnn_name=NAME,
     summary="Gradients of multi-scale deformable attention with respect to values, locations and weights.",
     documents=(EDITION_A2, EDITION_A3),
@@ -229,8 +237,8 @@ MULTI_SCALE_DEFORMABLE_ATTENTION_GRAD = OpRecord(
     not_expressible=NOT_EXPRESSIBLE,
     output_metas=_output_metas,
     reads=lambda call: _READS,
-    reference=reference,
-    references_by_rule={rule: partial(reference, rule=rule) for rule in ATTENTION_RULES},
+    reference=_reference,
+    references_by_rule={rule: partial(_reference, rule=rule) for rule in ATTENTION_RULES},
     build=build,
     samples=_samples,
     workloads=WORKLOADS,
@@ -238,7 +246,7 @@ MULTI_SCALE_DEFORMABLE_ATTENTION_GRAD = OpRecord(
     extra_tolerance=lambda inputs, attrs, output: 0.0,
     determinism_check=_determinism_check,
     min_cann="8.0",
-    data_check=levels_complaint,
+    data_check=check_levels,
     sampled=Sampled,
     checked_operands=("spatial_shape", "level_start_index"),
 )

@@ -20,8 +20,8 @@ gradients are 0, whatever its weight, even NaN or infinite: the vendor's kernel 
 multi_scale_deformable_attention_grad.h) skips it, as do those of Deformable-DETR (ms_deform_im2col_cuda.cuh)
 and mmcv (ms_deform_attn_cuda_kernel.cuh), forward and backward. mmcv's function in plain PyTorch, which is
 not a peer here, multiplies such a weight by 0 and gets NaN. `spatial_shape` and `level_start_index` are the
-caller's data and may contain anything: a corner whose flat index lies outside [0, num_keys) is dropped, and
-the index is never computed in a way that can wrap.
+caller's data and may contain anything here: a corner whose flat index lies outside [0, num_keys) is dropped,
+and the index is never computed in a way that can wrap. The record's reference refuses such levels first.
 """
 
 from __future__ import annotations

@@ -70,20 +70,17 @@ def arrange(record: OpRecord, call: CallMeta) -> Arrangement:
         call: A legal call; operands with the strides they arrived with.
     """
     inputs = tuple(
-        _operand(param, meta, param.name in record.checked_operands)
-        for param in record.inputs
-        if (meta := call.inputs[param.name]) is not None
+        _operand(param, meta) for param in record.inputs if (meta := call.inputs[param.name]) is not None
     )
     # Operators return at once when an operand is empty, and leave the outputs as they are.
     untouched = any(not slot.meta.size for slot in inputs)
     return Arrangement(inputs, tuple(_outputs(record, call, untouched)))
 
 
-def _operand(param: TensorParam, meta: TensorMeta, checked: bool) -> Slot:
+def _operand(param: TensorParam, meta: TensorMeta) -> Slot:
     shape = meta.shape if param.device_view is None else param.device_view(meta)
     strides = None if meta.is_contiguous else _kept_strides(meta, shape)
-    # A checked operand must be out of the caller's reach, as a packed one is.
-    packed = checked or not (meta.is_contiguous or strides)
+    packed = not (meta.is_contiguous or strides)
     if packed or not meta.size:
         strides = None
     return Slot(param.name, TensorMeta(meta.dtype, shape, Format.ND, strides), packed)

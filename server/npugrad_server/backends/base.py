@@ -42,7 +42,8 @@ class DeviceCall:
     Attributes:
         meta: Metas of the operands as `inputs` has them, attributes and product.
         inputs: Operands by name, read-only; None for null. C-contiguous, unless the backend takes strided
-            operands: then they have the strides they arrived with.
+            operands: then they have the strides they arrived with. Those that the record's `data_check` reads
+            are checked, contiguous copies that nobody else can change.
         outputs: Wanted outputs by name, C-contiguous. They contain bytes of earlier calls: the backend writes
             every element and reads none.
         options: Options of the call.

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 
 from npugrad import get_operator
-from npugrad.meta import CallMeta
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from npugrad.call import CallOptions
-    from npugrad.meta import TensorMeta
+    from npugrad.meta import CallMeta, TensorMeta
     from npugrad.operator import OpRecord
     from npugrad_server.worker.protocol import RunCall
 
@@ -130,7 +129,7 @@ def _prepare(backend: OperandReader, order: RunCall) -> PreparedOperands:
     first, first_result = lowest(order.input_offsets), lowest(order.output_offsets)
     given = [(name, meta, order.input_offsets.get(name)) for name, meta in call.inputs.items() if meta]
     operands = tuple(
-        _place(name, meta, offset - first, backend.strided)
+        _place(name, meta, offset - first, backend.strided and name not in record.checked_operands)
         for name, meta, offset in given
         if offset is not None
     )
@@ -140,12 +139,12 @@ def _prepare(backend: OperandReader, order: RunCall) -> PreparedOperands:
         _place(param.name, param.ordered(meta), order.output_offsets[param.name] - first_result, True)
         for param, meta in wanted
     )
-    seen = call if backend.strided else _contiguous(call)
+    packed = record.checked_operands if backend.strided else call.inputs
     moved = tuple(place.name for place in results if not place.meta.is_contiguous)
     return PreparedOperands(
         record,
         False,
-        seen,
+        _contiguous(call, packed),
         dict.fromkeys(call.inputs),
         operands,
         unused,
@@ -176,9 +175,10 @@ def _place(name: str, meta: TensorMeta, content: int, strided: bool) -> Place:
     )
 
 
-def _contiguous(call: CallMeta) -> CallMeta:
-    metas = {name: None if meta is None else meta.contiguous() for name, meta in call.inputs.items()}
-    return CallMeta(metas, call.attrs, product=call.product)
+def _contiguous(call: CallMeta, names: Iterable[str]) -> CallMeta:
+    """The call with these operands contiguous."""
+    metas = {name: meta.contiguous() for name in names if (meta := call.inputs[name]) is not None}
+    return call.with_inputs(**metas)
 
 
 def arrays(places: Iterable[Place], memory: memoryview, base: int) -> dict[str, Array]:

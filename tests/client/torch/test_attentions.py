@@ -541,7 +541,7 @@ def test_a_broken_call_is_refused_before_anything_is_done(
 
 def test_a_level_outside_of_value() -> None:
     value, *others = operands()
-    message = r"spatial_shape: found level 2 of 1 x 1 from key 47; .* has 47 keys"
+    message = r"level_start_index: level 2: found an end beyond the keys; .* num_keys = 47"
     with pytest.raises(UnsafeLevels, match=message):
         _deformable.forward(value[:, :47], *others)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from tests.contract.ops.changes import Changes, ids, meta
 
 from npugrad.dtypes import DType, Format
 from npugrad.error_table import INNER_NULLPTR, PARAM_INVALID, PARAM_NULLPTR
-from npugrad.errors import UnsupportedOperator
+from npugrad.errors import UnsafeLevels, UnsupportedOperator
 from npugrad.meta import TensorMeta
 from npugrad.ops._multi_scale_deformable_attention_grad_data import level_sizes, level_starts
 from npugrad.ops.multi_scale_deformable_attention_grad import (
@@ -35,9 +36,12 @@ def levels(*rows: tuple[int, int, int], keys: int = 16, dtype: Any = np.int64) -
     }
 
 
-def complaint(inputs: dict[str, Any]) -> str | None:
-    assert RECORD.data_check is not None
-    return RECORD.data_check(inputs)
+def complaint(inputs: dict[str, Any]) -> UnsafeLevels | None:
+    try:
+        RECORD.data_check(inputs)
+    except UnsafeLevels as error:
+        return error
+    return None
 
 
 def test_outputs_start_as_zeros_and_nothing_is_optional() -> None:
@@ -149,7 +153,7 @@ def test_atlas_training_lacks_the_operator() -> None:
     assert "found Atlas training series" in str(error)
 
 
-# Values: what may be launched on an NPU, and what the record makes up for tests and demos.
+# Values: what may be run, and what the record makes up for tests and demos.
 
 
 @pytest.mark.parametrize(
@@ -173,7 +177,7 @@ def test_deterministic_by_the_pages_of_some_releases(release: str | None, can: b
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])
-def test_levels_inside_the_keys_may_be_launched(dtype: Any) -> None:
+def test_levels_inside_the_keys_may_be_run(dtype: Any) -> None:
     every: tuple[tuple[tuple[int, int, int], ...], ...] = (
         ((3, 4, 0), (2, 2, 12)),
         ((4, 4, 0), (4, 4, 0)),  # levels may overlap
@@ -207,18 +211,26 @@ def test_levels_inside_the_keys_may_be_launched(dtype: Any) -> None:
     ],
 )
 def test_levels_that_leave_the_keys_are_refused(row: tuple[int, int, int], expected: str) -> None:
-    found = complaint(levels((4, 4, 0), row))
-    assert found is not None
-    assert found.startswith("spatial_shape, level_start_index: level 1: found a")
+    inputs = levels((4, 4, 0), row)
+    error = complaint(inputs)
+    assert error is not None
+    operands = ["spatial_shape"] * ("start" not in expected) + ["level_start_index"] * ("end" in expected)
+    operands = operands or ["level_start_index"]
+    assert (error.operator, error.operand, error.reason) == (RECORD.name, operands[0], "UNSAFE_LEVELS")
+    found = str(error)
+    assert found.startswith(f"{RECORD.name}: {', '.join(operands)}: level 1: found a")
     assert expected in found
     # A message never shows what a tensor holds; the number of keys is a size.
     assert not {str(abs(number)) for number in row if abs(number) > 17} & set(found.replace(";", " ").split())
+    for reference in (RECORD.reference, *RECORD.references_by_rule.values()):
+        with pytest.raises(UnsafeLevels, match=f"^{re.escape(found)}$"):
+            reference(inputs, {}, {})
 
 
 def test_a_level_beyond_int32_is_refused_whatever_the_value_tensor_holds() -> None:
     inputs = levels((2**16, 2**15, 0))
     inputs["value"] = np.broadcast_to(np.float32(0), (1, 2**33, 1, 8))
-    assert "end beyond the keys" in (complaint(inputs) or "")
+    assert "end beyond the keys" in str(complaint(inputs))
     inputs["spatial_shape"][0, 1] -= 1
     assert complaint(inputs) is None
 

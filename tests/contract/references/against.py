@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,8 +20,9 @@ Oracle = Callable[[Operands, Mapping[str, Any]], Mapping[str, Array]]
 
 
 def reference_of(record: OpRecord) -> Callable[..., None]:
-    """The reference with the option that every one has: how much scratch memory it may use."""
-    return record.reference
+    """The reference behind checks, with the option that every one has: how much scratch memory it may use."""
+    reference: Callable[..., None] = inspect.unwrap(record.reference)
+    return reference
 
 
 def run(

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.contract.references.against import against, assert_close, assert_same_bits, operand, run_like
 from tests.derived import random_cases
-from tests.operators import MSDA as RECORD
+from tests.operators import UNCHECKED_MSDA as RECORD
 
 Array = npt.NDArray[Any]
 Inputs = dict[str, Array | None]

@@ -135,12 +135,6 @@ def test_the_gradient_of_attention_goes_down_flat_strided_or_packed() -> None:
     assert (slot.meta.strides, slot.packed) == ((32, 64, 1), False)
 
 
-def test_what_is_checked_is_packed_so_that_it_is_the_callers_no_longer() -> None:
-    found = slots(MSDA, MSDA.build())
-    assert {name for name, slot in found.items() if slot.packed} == set(MSDA.checked_operands)
-    assert MSDA.checked_operands == ("spatial_shape", "level_start_index")
-
-
 def test_the_format_a_caller_declared_is_not_handed_on() -> None:
     """The bytes are row-major whatever they are called, and a private format would be read otherwise."""
     call = GROUP_NORM.build()

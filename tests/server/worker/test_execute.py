@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.operators import MSDA
 
 from npugrad import OPERATORS, Format, Product, TensorMeta, get_operator
 from npugrad.call import CallOptions
@@ -274,6 +275,38 @@ def test_a_call_by_number_finds_its_tensors_where_it_says_and_keeps_the_rest(
             assert found[name].tobytes() == array.tobytes()
             written = bench.arenas.outputs[base + first.output_offsets[name] :][: array.nbytes]
             assert bytes(written) == array.tobytes()
+
+
+@pytest.mark.parametrize("strided", [False, True])
+def test_what_the_record_checks_is_copied_first_and_no_backend_gets_what_it_refuses(
+    bench: Bench, strided: bool
+) -> None:
+    meta = MSDA.build(nq=9)
+    turned = TensorMeta("int32", (2, 2), strides=(1, 2))
+    offsets = [{name: 4096 * i for i, name in enumerate(names)} for names in (meta.inputs, MSDA.infer(meta))]
+    meta, outputs = meta.with_inputs(spatial_shape=turned), MSDA.infer(meta)
+    run = RunCall(1, MSDA.name, meta, outputs, CallOptions(), offsets[0], offsets[1])
+    for name, array in MSDA.make_inputs(meta, np.random.default_rng(0)).items():
+        assert array is not None
+        bench.put(offsets[0][name], np.asfortranarray(array) if name == "spatial_shape" else array)
+    backend, plan = Recorder(strided=strided), WorkerPlan(run)
+    bench.done(backend, WorkerCall(run, nobody_is_asked, plan=plan))
+    (call,) = backend.calls
+    before = {name: np.array(call.inputs[name]) for name in MSDA.checked_operands}
+    assert all(call.meta.tensor(name).is_contiguous for name in before)
+    bench.put(offsets[0]["level_start_index"], np.array([0, 13], np.int32))
+    for name, array in before.items():
+        found = call.inputs[name]
+        assert found is not None
+        assert found.flags.c_contiguous
+        np.testing.assert_array_equal(found, array)
+    failed = bench.failed(backend, again(plan))
+    assert (failed.reason, failed.metadata["operand"]) == ("UNSAFE_LEVELS", "spatial_shape")
+    assert failed.message == (
+        f"{MSDA.name}: spatial_shape, level_start_index: level 1: found an end beyond the keys; expected "
+        "start + height*width of at most num_keys = 16"
+    )
+    assert len(backend.calls) == 1
 
 
 # --------------------------------------------------------------------------------------- other answers

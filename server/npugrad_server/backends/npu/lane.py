@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from npugrad.errors import UnsafeLevels
 from npugrad_server.acl.faults import Action
 from npugrad_server.acl.layout import Arrangement, arrange
 from npugrad_server.acl.runtime import AclError, concerning
@@ -110,7 +109,6 @@ class Lane:
         Raises:
             DeviceError: The operator or the runtime refused.
             DeviceOutOfMemory: There is not enough memory, even after releasing what was cached.
-            UnsafeLevels: Values of an operand would lead the device outside its memory.
             CallPostponed: The pool has no room for its workspace now.
             CallAbandoned: Nobody waits for it any more.
             DeadlineExceeded: The deadline passed before the launch.
@@ -120,7 +118,7 @@ class Lane:
         arrangement: Arrangement | None = call.memo.get(Arrangement)
         if arrangement is None:
             call.memo[Arrangement] = arrangement = arrange(record, call.meta)
-        job = _Job(record, call, arrangement, _operands(record, call, arrangement), start_s)
+        job = _Job(record, call, arrangement, _operands(call, arrangement), start_s)
         try:
             return self._try(job)
         except AclError as error:
@@ -282,23 +280,13 @@ class Lane:
         self._clock.close()
 
 
-def _operands(record: OpRecord, call: DeviceCall, arrangement: Arrangement) -> dict[str, Array]:
-    """The operands as they are sent; private copies of those that are packed or checked.
-
-    Raises:
-        UnsafeLevels: The record's check of values fails.
-    """
+def _operands(call: DeviceCall, arrangement: Arrangement) -> dict[str, Array]:
+    """The operands as they are sent."""
     operands: dict[str, Array] = {}
     for slot in arrangement.inputs:
         array = call.inputs[slot.name]
         if array is not None:
             operands[slot.name] = np.array(array, order="C") if slot.packed else array
-    complaint = None
-    if record.data_check is not None:
-        # It checks the copies that are sent, so nobody can change them between the check and the launch.
-        complaint = record.data_check({name: operands.get(name) for name in call.inputs})
-    if complaint is not None:
-        raise UnsafeLevels(f"{record.name}: {complaint}", operator=record.name)
     return operands
 
 
