@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from npugrad.meta import TensorMeta
     from npugrad.operator import OpRecord, Verdict
     from npugrad.products import Product
+    from npugrad_client._arrays import Operand
     from npugrad_client._clock import Sink
     from npugrad_client._info import OperatorInfo, ServerInfo
     from npugrad_client._progress import Progress
@@ -137,7 +138,7 @@ class AsyncClient(AsyncOperators):
         self,
         operator: str,
         *,
-        inputs: Mapping[str, TensorMeta | None],
+        inputs: Mapping[str, Operand | TensorMeta | None],
         attrs: Mapping[str, Any],
         outputs: Mapping[str, TensorMeta | None] | None = None,
         product: Product | str | None = None,
@@ -147,7 +148,8 @@ class AsyncClient(AsyncOperators):
 
         Args:
             operator: Name such as ``"group_norm_backward"``.
-            inputs: Input metas by name; missing ones are null.
+            inputs: Metas or operands, as a call takes them, by name; missing ones are null. Of operands, only
+                the metas are sent; what a call would refuse for their values is refused here.
             attrs: Attributes by name.
             outputs: Declared outputs by name, None for null; missing ones are inferred.
             product: Product to validate for; None for the server's.
@@ -155,12 +157,15 @@ class AsyncClient(AsyncOperators):
 
         Returns:
             The status, all violations and the inferred outputs, as from `npugrad.validate`, which does the
-            same locally.
+            same locally, for metas.
 
         Raises:
             UnsupportedOperator: Unknown operator.
             MalformedRequest: An attribute is missing, has the wrong type or is out of range.
-            TypeError: The operator has no parameter of this name, or an operand is not a `TensorMeta`.
+            UnsafeLevels: The status would be 0, but a level extends beyond the value tensor; only found if
+                the levels are given as arrays.
+            TypeError: The operator has no parameter of this name, or an operand is neither an array nor a
+                `TensorMeta`.
             ValueError: Unknown product.
             TransportError: The server could not be reached or sent no usable answer.
 
@@ -171,8 +176,8 @@ class AsyncClient(AsyncOperators):
             >>> [violation.id for violation in verdict.violations]
             ['grad_out.not_null', 'mean.not_null', 'rstd.not_null']
         """
-        request = _info.encode_validation(operator, inputs, attrs, outputs, product, registry=self._registry)
-        return _info.decode_verdict(await self._transport.ask("validate", request, self._deadline(timeout_s)))
+        asked = _info.Validation(operator, inputs, attrs, outputs, product, registry=self._registry)
+        return asked.verdict(await self._transport.ask("validate", asked.request, self._deadline(timeout_s)))
 
     async def server_info(self, timeout_s: float | None = None) -> ServerInfo:
         """Returns the server's versions, limits, product, devices and current load.

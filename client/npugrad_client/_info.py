@@ -8,19 +8,24 @@ from typing import TYPE_CHECKING, Any
 from npugrad import codec
 from npugrad.dtypes import DType, dtype_from_wire
 from npugrad.errors import NpugradError, RequestError, Source, Violation
+from npugrad.meta import TensorMeta
 from npugrad.operator import Verdict
 from npugrad.ops import get_operator
 from npugrad.products import Product, product_from_name, product_from_wire
+from npugrad.recipe import Recipe
 from npugrad.registry import REGISTRY, Registry
 from npugrad.representation import counted, html_table, in_lines, some
 from npugrad.v1 import server_pb2
-from npugrad.validation import make_call
+from npugrad.validation import make_call, validate_call
+from npugrad_client import _arrays
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from npugrad.meta import TensorMeta
+    import numpy.typing as npt
+
     from npugrad.v1 import validation_pb2
+    from npugrad_client._arrays import Operand
 
 _SHOWN = (
     "version",
@@ -247,22 +252,61 @@ def product_number(product: Product | str | None) -> Any:
     return 0 if product is None else product_from_name(product).wire
 
 
-def encode_validation(
-    operator: str,
-    inputs: Mapping[str, TensorMeta | None],
-    attrs: Mapping[str, Any],
-    outputs: Mapping[str, TensorMeta | None] | None,
-    product: Product | str | None,
-    *,
-    registry: Registry = REGISTRY,
-) -> Any:
-    """Encodes the request to validate a call without data; errors as in `Client.validate`."""
-    record = get_operator(operator, registry.records)
-    call = make_call(record, inputs, attrs, outputs)
-    message, _ = codec.encode_request(call.inputs, {}, record, call.attrs, call.outputs, registry=registry)
-    request = registry.validate_request(product=product_number(product))
-    codec.wrap(request.call, record, message)
-    return request
+class Validation:
+    """A call to validate. The metas of operands are sent; values, of those that are arrays, are checked here.
+
+    Attributes:
+        request: Asks a server.
+    """
+
+    def __init__(
+        self,
+        operator: str,
+        inputs: Mapping[str, Operand | TensorMeta | None],
+        attrs: Mapping[str, Any],
+        outputs: Mapping[str, TensorMeta | None] | None,
+        product: Product | str | None,
+        *,
+        registry: Registry = REGISTRY,
+    ) -> None:
+        """Arguments and errors as in `Client.validate`."""
+        self._record = record = get_operator(operator, registry.records)
+        known = {name: _known(value, record.name, name) for name, value in inputs.items()}
+        self._arrays = {name: array for name, (_, array) in known.items() if array is not None}
+        metas = {name: meta for name, (meta, _) in known.items()}
+        self._call = call = make_call(record, metas, attrs, outputs, product or Product.ATLAS_A2)
+        message, _ = codec.encode_request(
+            call.inputs, {}, record, call.attrs, call.outputs, registry=registry
+        )
+        self.request = registry.validate_request(product=product_number(product))
+        codec.wrap(self.request.call, record, message)
+
+    def verdict(self, response: validation_pb2.ValidateResponse) -> Verdict:
+        """The verdict of a server; NpugradError if it is malformed, else errors as in `Client.validate`."""
+        return self._checked(decode_verdict(response))
+
+    def local(self) -> Verdict:
+        """The verdict without a server, for Atlas A2 if no product was given; errors as above."""
+        return self._checked(validate_call(self._record, self._call))
+
+    def _checked(self, verdict: Verdict) -> Verdict:
+        record, known = self._record, self._arrays
+        if not verdict.status and known.keys() >= {*record.checked_operands}:
+            operands: dict[str, Any] = {**self._call.inputs, **known}  # of the others only the shape matters
+            record.data_check(operands)
+        return verdict
+
+
+def _known(
+    value: Operand | TensorMeta | None, operator: str, name: str
+) -> tuple[TensorMeta | None, npt.NDArray[Any] | None]:
+    """Meta of an operand, and its values, if they are here."""
+    if value is None or isinstance(value, TensorMeta):
+        return value, None
+    if isinstance(value, Recipe):
+        return value.meta, None
+    array = _arrays.to_numpy(value, operator, name)
+    return _arrays.pack(array)[0], array
 
 
 def decode_verdict(response: validation_pb2.ValidateResponse) -> Verdict:

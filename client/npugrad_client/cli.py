@@ -15,7 +15,6 @@ import npugrad
 from npugrad import OPERATORS
 from npugrad.attributes import KINDS
 from npugrad.products import Product, product_from_name
-from npugrad_client import _arrays
 from npugrad_client._cli import advise, bench, files, json_answers, show
 from npugrad_client._cli.connection import (
     AT_ONCE,
@@ -33,9 +32,12 @@ from npugrad_client._cli.connection import (
 from npugrad_client._cli.explain import explain as print_explanation
 from npugrad_client._cli.explain import explanation
 from npugrad_client._cli.terminal import Timeout, fail, find_record, out, reporting
+from npugrad_client._info import Validation
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    import numpy.typing as npt
 
     from npugrad.meta import TensorMeta
     from npugrad.operator import OpRecord
@@ -168,6 +170,8 @@ def validate(
 ) -> None:
     """List every documented constraint that a call violates; no data is sent.
 
+    Levels of deformable attention in FILE are checked, too, and refused as a call with them is.
+
     Exit status 0: the call is legal
     Exit status 1: it is not, or the server failed
     Exit status 2: wrong usage
@@ -176,7 +180,7 @@ def validate(
         record, chosen = find_record(operator), _product(product)
         asked = _described(record, file, meta or (), output or (), attr or (), dtype or ())
         if local:
-            verdict = npugrad.validate(operator, **asked, product=chosen or Product.ATLAS_A2)
+            verdict = Validation(operator, **asked, product=chosen).local()
         else:
             how = tls(encrypted, tls_ca, tls_certificate, tls_key)
             with connect(target, timeout, how, AT_ONCE) as client:
@@ -196,12 +200,12 @@ def _described(
     attr: Sequence[str],
     dtype: Sequence[str],
 ) -> dict[str, Any]:
-    """Inputs, attributes and outputs of a call without data, from a file and flags."""
-    inputs: dict[str, TensorMeta | None] = {}
+    """Inputs, attributes and outputs of a call to validate, from a file and flags."""
+    inputs: dict[str, npt.NDArray[Any] | TensorMeta | None] = {}
     attrs: dict[str, Any] = {p.name: None for p in record.attrs if KINDS[p.type].is_pointer}
     if file is not None:
         operands, found = files.read_call(record, file, dtype)
-        inputs |= {n: _arrays.pack(_arrays.to_numpy(a, record.name, n))[0] for n, a in operands.items()}
+        inputs |= operands
         attrs |= found
     inputs |= files.parse_metas(meta)
     attrs |= files.parse_attrs(record, attr)

@@ -17,6 +17,7 @@ from rich.console import Console
 from tests.client.cli.command import NOWHERE, failed, flags, process, run
 from tests.client.fake_service import group_norm
 from tests.fix_server import ServerProcess
+from tests.operators import MSDA
 
 import npugrad
 from npugrad import OPERATORS
@@ -204,6 +205,17 @@ def test_a_file_is_validated_and_flags_stand_above_it(tmp_path: Path) -> None:
     assert "161002 group.positive" in run(*command, "--attr", "group=0").stdout
     assert "161001 mean.not_null" in run(*command, "--meta", "mean=null").stdout
     assert "gamma.same_dtype" in run(*command, "--meta", "gamma=bfloat16[4]").stdout
+
+
+def test_a_files_levels_are_checked(tmp_path: Path) -> None:
+    operands = MSDA.make_inputs(MSDA.build(), np.random.default_rng(0))
+    operands["level_start_index"] = np.array([0, -1])
+    np.savez(tmp_path / "call.npz", **operands)  # type: ignore[arg-type]
+    message = (
+        "UNSAFE_LEVELS: multi_scale_deformable_attention_grad: level_start_index: level 1: found a negative "
+        "start; expected 0 or more\n"
+    )
+    assert failed(run("validate", MSDA.name, str(tmp_path / "call.npz"), "--local"), 1) == message
 
 
 def test_a_file_with_a_type_that_has_no_data_gets_the_documented_code(tmp_path: Path) -> None:
