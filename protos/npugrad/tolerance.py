@@ -57,6 +57,8 @@ class Comparison:
         max_absolute_error: max|e| over finite elements.
         max_relative_error: max|e| / max|g| over finite elements; what accuracy tables show.
         mean_relative_error: mean|e| / mean|g| over finite elements.
+        mean_error: mean|e| over finite elements.
+        mean_limit: The largest mean error within the tolerance.
         worst: Largest error, of elements and mean, as a fraction of the tolerance; too large above 1,
             infinite if finite and non-finite values do not match.
         mismatches: Elements outside their tolerance.
@@ -69,6 +71,8 @@ class Comparison:
     max_absolute_error: float
     max_relative_error: float
     mean_relative_error: float
+    mean_error: float
+    mean_limit: float
     worst: float
     mismatches: int
     non_finite: int
@@ -78,11 +82,19 @@ class Comparison:
     def __str__(self) -> str:
         """One-line description, without tensor values."""
         verdict = "within" if self.ok else "outside"
-        text = (
-            f"{verdict} tolerance: max relative error {self.max_relative_error:.2e}, "
-            f"{self.worst:.2g} of the tolerance, {self.mismatches} of {self.size} elements off"
-        )
-        return text if self.first_mismatch is None else f"{text}, the first at {list(self.first_mismatch)}"
+        is_mean_off = self.mean_error > self.mean_limit
+        parts = [
+            f"{verdict} tolerance: max relative error {self.max_relative_error:.2e}",
+            f"{self.worst:.2g} of the tolerance",
+        ]
+        if self.mismatches or not is_mean_off:
+            parts.append(f"{self.mismatches} of {self.size} elements off")
+        if self.first_mismatch is not None:
+            parts.append(f"the first at {list(self.first_mismatch)}")
+        if is_mean_off:
+            parts.append(f"mean error {self.mean_error:.2e} (limit {self.mean_limit:.2e})")
+            parts += ["each element within its own limit"] * (not self.mismatches)
+        return ", ".join(parts)
 
 
 @dataclass(frozen=True)
@@ -185,6 +197,8 @@ def compare(golden: npt.NDArray[Any], got: npt.NDArray[Any], extra: float = 0.0)
         max_absolute_error=largest,
         max_relative_error=_ratio(largest, scale.largest),
         mean_relative_error=_ratio(mean_error, scale.mean),
+        mean_error=mean_error,
+        mean_limit=allowed.mean,
         worst=worst,
         mismatches=mismatches,
         non_finite=non_finite,

@@ -94,6 +94,13 @@ def test_a_systematic_error_fails_by_the_mean_alone(dtype: DType) -> None:
     assert found.mismatches == 0
     assert not found.ok
     assert found.worst == pytest.approx(4, rel=0.01)
+    assert found.mean_error == pytest.approx(4 * t, rel=0.01)
+    assert found.mean_limit == pytest.approx(t, rel=1e-4)
+    means = f"mean error {found.mean_error:.2e} (limit {t:.2e}), each element within its own limit"
+    assert str(found).endswith(f", 4 of the tolerance, {means}")
+    both = compare(golden, rounded(golden * (1 + 40 * t), dtype))
+    assert f", {golden.size} of {golden.size} elements off, the first at [0, 0, 0], mean error " in str(both)
+    assert str(both).endswith(f"(limit {t:.2e})")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
