@@ -8,7 +8,7 @@ NpugradError                    .reason .operator .retryable .tries .request_id 
 │   ├── Cancelled               the call was cancelled, or the client closed
 │   ├── ServerBusy              queue or memory full, or no device ready; retry
 │   ├── ServerDraining          the server is shutting down; retry elsewhere
-│   ├── CircuitOpen             such calls killed workers; rejected for a while
+│   ├── CircuitOpen             workers died or hung under such calls; rejected for a while
 │   ├── TenantRefused           the caller is not a tenant of the server
 │   └── CallTooLarge            too large for the server, its devices or a quota
 ├── RequestError                the call is malformed            .operand

@@ -224,7 +224,8 @@ ERRORS: tuple[ErrorRow, ...] = (
         None,
         _PRECONDITION,
         False,
-        "Calls of this caller with this signature killed workers; one may be tried again after a while.",
+        "Workers died or hung under calls of this caller with this signature; one may be tried again after a "
+        "while.",
     ),
     ErrorRow("UNAVAILABLE", None, "UNAVAILABLE", True, "The server cannot be reached."),
     ErrorRow(

@@ -245,7 +245,7 @@ class ServerDraining(TransportError):
 
 
 class CircuitOpen(TransportError):
-    """Rejected for now, because such calls of this caller killed workers (CIRCUIT_OPEN).
+    """Rejected for now, because workers died or hung under such calls of this caller (CIRCUIT_OPEN).
 
     Not retried automatically; after `retry_after_s` seconds the server will try one such call again.
 

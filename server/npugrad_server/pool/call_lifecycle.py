@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from npugrad_server.pool.circuit_breaker import CircuitBreaker
+from npugrad_server.pool.circuit_breaker import CircuitBreaker, Death
 from npugrad_server.pool.commands import (
     CircuitChanged,
     FailCall,
@@ -173,14 +173,16 @@ class CallLifecycle:
 
     # ------------------------------------------------------------------------------------- blame and retries
 
-    def blame(self, call: CallState, now: float, out: list[Command], *, at_once: bool = False) -> None:
+    def blame(
+        self, call: CallState, death: Death, now: float, out: list[Command], *, at_once: bool = False
+    ) -> None:
         """Blames a call for a worker's death, until another worker completes that very call.
 
         So the first death counts only once the call has ended without a result, or caused a second death. It
         counts at once if no other worker gets the call.
         """
         call.blamed += 1
-        call.faults.append(now)
+        call.faults.append((now, death))
         if at_once or call.orphaned or call.blamed > 1 or self.circuits.is_trial(call.circuit, call.id):
             self._count_faults(call, now, out)
 
@@ -188,16 +190,18 @@ class CallLifecycle:
         """Clears a completed call: it was not the cause of earlier deaths."""
         call.faults.clear()
         if len(self.circuits) and self.circuits.succeeded(call.circuit, call.id):
-            out.append(CircuitChanged(call.id, 0))
+            out.append(CircuitChanged(call.id, ""))
 
     def _count_faults(self, call: CallState, now: float, out: list[Command]) -> None:
         faults, call.faults = call.faults, []
-        if call.plan is None or not any([self.circuits.died(call.circuit, call.id, at) for at in faults]):
+        if call.plan is None or not any(
+            [self.circuits.died(call.circuit, call.id, *each) for each in faults]
+        ):
             return
         refusal = self.circuits.refusal(call.circuit, now)
         if refusal is None:
             return
-        out.append(CircuitChanged(call.id, refusal.deaths))
+        out.append(CircuitChanged(call.id, refusal.counts))
         for other in list(self.queue):
             if (other.tenant.name, other.operator) == (call.tenant.name, call.operator) and (
                 other.circuit == call.circuit and other.stage is CallStage.QUEUED
@@ -288,7 +292,7 @@ class CallLifecycle:
         worker = self._worker_of(call)
         if not worker.ending:
             worker.ended_by = call.id
-        self._worker_lifecycle.kill(worker, why, out, exempt=True)
+        self._worker_lifecycle.kill(worker, why, out, exempt=True, death=Death.TIMED_OUT)
 
     def _grace_s(self, call: CallState) -> float:
         """Returns the seconds that an orphaned call may run on; few for a circuit breaker's trial."""

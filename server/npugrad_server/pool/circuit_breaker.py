@@ -12,8 +12,9 @@ Guarantees
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -26,34 +27,53 @@ _TRIAL_S = 1.0
 """Seconds that a caller is asked to wait while a trial, whose outcome decides, is in progress."""
 
 
+class Death(str, Enum):
+    """How a worker ended under a call; the value says it to people."""
+
+    DIED = "died"
+    TIMED_OUT = "ended by the server after a time-out"
+    WRONG = "ended by the server for wrong results"
+
+    def __str__(self) -> str:
+        """The words."""
+        return str(self.value)
+
+
 @dataclass(frozen=True)
 class Refusal:
     """Why a call is not let through.
 
     Attributes:
-        deaths: Workers that died under such calls within `WINDOW_S`.
+        deaths: How the workers ended that were lost under such calls within `WINDOW_S`.
         opens_at: How many deaths open a circuit.
         retry_after_s: Seconds until such a call may be tried.
     """
 
-    deaths: int
+    deaths: tuple[Death, ...]
     opens_at: int
     retry_after_s: float
+
+    @property
+    def counts(self) -> str:
+        """Such as ``"1 died, 2 ended by the server after a time-out"``."""
+        counts = Counter(self.deaths)
+        return ", ".join(f"{counts[death]} {death}" for death in Death if counts[death])
 
     @property
     def detail(self) -> str:
         """Human-readable description."""
         return (
-            f"found {self.deaths} workers that died under calls of this signature within {WINDOW_S:g} s; "
-            f"expected fewer than {self.opens_at}; one may be tried again in {self.retry_after_s:.1f} s"
+            f"found {len(self.deaths)} workers lost under calls of this signature within {WINDOW_S:g} s "
+            f"({self.counts}); expected fewer than {self.opens_at}; one may be tried again in "
+            f"{self.retry_after_s:.1f} s"
         )
 
 
 @dataclass
 class _Circuit:
-    """Circuit of a key: times of deaths; when it opened, None while closed; number of its trial call."""
+    """Circuit of a key: times and kinds of deaths; when it opened, None while closed; its trial call."""
 
-    deaths: list[float] = field(default_factory=list)
+    deaths: list[tuple[float, Death]] = field(default_factory=list)
     opened_s: float | None = None
     trial: int | None = None
 
@@ -88,7 +108,8 @@ class CircuitBreaker:
         left_s = circuit.opened_s + OPEN_S - now
         if left_s <= 0 and circuit.trial is None:
             return None
-        return Refusal(len(circuit.deaths), self._opens_at, left_s if left_s > 0 else _TRIAL_S)
+        deaths = tuple(death for _, death in circuit.deaths)
+        return Refusal(deaths, self._opens_at, left_s if left_s > 0 else _TRIAL_S)
 
     def enter(self, key: Hashable, call: int, now: float) -> Refusal | None:
         """Lets a call through, as the trial if its circuit is half-open, or returns why not.
@@ -109,14 +130,14 @@ class CircuitBreaker:
         circuit = self._circuits.get(key)
         return circuit is not None and circuit.trial == call
 
-    def died(self, key: Hashable, call: int, now: float) -> bool:
+    def died(self, key: Hashable, call: int, now: float, death: Death = Death.DIED) -> bool:
         """Counts a worker's death that a call caused; returns whether its circuit opened."""
         if not self._opens_at:
             return False
         self._forget(now)
         circuit = self._circuits.setdefault(key, _Circuit())
         self._circuits.move_to_end(key)
-        circuit.deaths = [at for at in circuit.deaths if at > now - WINDOW_S] + [now]
+        circuit.deaths = [(at, how) for at, how in circuit.deaths if at > now - WINDOW_S] + [(now, death)]
         was_trial, was_open = circuit.trial == call, circuit.opened_s is not None
         if was_trial or len(circuit.deaths) >= self._opens_at:
             circuit.opened_s = max(now, circuit.opened_s or now)
@@ -142,6 +163,6 @@ class CircuitBreaker:
     def _forget(self, now: float) -> None:
         while self._circuits:
             key, circuit = next(iter(self._circuits.items()))
-            if circuit.trial is not None or circuit.deaths[-1] + WINDOW_S + OPEN_S > now:
+            if circuit.trial is not None or circuit.deaths[-1][0] + WINDOW_S + OPEN_S > now:
                 return
             del self._circuits[key]

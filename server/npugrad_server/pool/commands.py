@@ -38,7 +38,8 @@ class Failure:
         call: The call that hit it; None if the device did not open.
         code: The vendor's number; None if there is none.
         retry: Whether that call may be tried once more.
-        exempt: Whether this does not count against the device.
+        exempt: Whether this does not count against the device, because a time limit expired first.
+        silent: Whether the process stopped answering, and reported nothing itself.
         wrong: Operator whose canary was wrong while the device was opened; empty for none.
     """
 
@@ -48,6 +49,7 @@ class Failure:
     code: int | None = None
     retry: bool = True
     exempt: bool = False
+    silent: bool = False
     wrong: str = ""
 
 
@@ -121,11 +123,11 @@ class FailCall:
 class CircuitChanged:
     """Note that calls of this call's tenant and signature are refused for a while, or no longer.
 
-    `deaths` is the number of worker deaths that opened the circuit; 0 if it was closed.
+    `deaths` says how many workers were lost and how; empty if the circuit was closed.
     """
 
     call: int
-    deaths: int
+    deaths: str
 
 
 @dataclass(frozen=True)

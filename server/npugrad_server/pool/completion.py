@@ -217,8 +217,8 @@ class Completion:
         )
         self._observer.call_requeued(ticket.planned, device)
 
-    def circuit_changed(self, ticket: Ticket, deaths: int) -> None:
-        """Notes that the circuit of a call's tenant and signature opened after `deaths` deaths, or closed."""
+    def circuit_changed(self, ticket: Ticket, deaths: str) -> None:
+        """Notes that the circuit of a call's tenant and signature opened, after these deaths, or closed."""
         planned = ticket.planned
         about = f"{planned.plan.record.name} of {planned.tenant.name or 'an unknown tenant'}"
         if not deaths:
@@ -227,7 +227,7 @@ class Completion:
             )
             return
         _log.warning(
-            "request %s: %s: circuit open, %d workers died under calls of its signature (%s)",
+            "request %s: %s: circuit open, workers lost under calls of its signature: %s (%s)",
             planned.request_id,
             about,
             deaths,

@@ -266,7 +266,7 @@ class Fleet:
     def _silent(self, process: WorkerProcess) -> None:
         worker = next(i for i, device in enumerate(self.devices) if device.process is process)
         reason = f"the worker did not answer for {self._settings.heartbeat_timeout_s:g} s"
-        self._events.worker_failing(worker, process.incarnation, Failure(reason))
+        self._events.worker_failing(worker, process.incarnation, Failure(reason, silent=True))
 
     def _ended(self, worker: int, process: WorkerProcess, reason: str) -> None:
         """Reports that a process takes no more calls, though its descendants may still be running."""

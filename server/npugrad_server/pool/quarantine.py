@@ -19,6 +19,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from npugrad_server.backends.canary import LIMIT_S, CanaryResult
+from npugrad_server.pool.circuit_breaker import Death
 from npugrad_server.pool.commands import DeviceMismatch, StartCanary
 from npugrad_server.pool.types import DeviceState
 
@@ -71,7 +72,8 @@ class Quarantine:
             trust.alarm = None
         elif trust.running is not None:
             trust.alarm = None
-            self._lifecycle.kill(worker, f"a canary ran for more than {self._limit_s:g} s", out, exempt=False)
+            why = f"a canary ran for more than {self._limit_s:g} s"
+            self._lifecycle.kill(worker, why, out, exempt=False, death=Death.TIMED_OUT)
         elif worker.running and now < trust.due_s + self._interval_s:
             trust.alarm = now + self._interval_s / _LOOKS
         else:

@@ -33,6 +33,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from npugrad_server.pool.call_lifecycle import CallLifecycle
+from npugrad_server.pool.circuit_breaker import Death
 from npugrad_server.pool.commands import CompleteCall, MakeRoom, PostponeCall, TellWorker
 from npugrad_server.pool.placement import Placement
 from npugrad_server.pool.quarantine import Quarantine
@@ -232,7 +233,7 @@ class Scheduler:
         out: list[Command] = []
         worker, call = self.workers[index], self._calls[number]
         if self._quarantine.computed(worker, incarnation, call.operator, detail, now, out):
-            self._call_lifecycle.blame(call, now, out, at_once=True)
+            self._call_lifecycle.blame(call, Death.WRONG, now, out, at_once=True)
         self._dispatch(now, out)
         return out
 
@@ -271,7 +272,8 @@ class Scheduler:
             return out
         worker.failure = failure
         if worker.state is DeviceState.READY:
-            self._worker_lifecycle.kill(worker, failure.reason, out, exempt=failure.exempt)
+            death = Death.TIMED_OUT if failure.exempt or failure.silent else Death.DIED
+            self._worker_lifecycle.kill(worker, failure.reason, out, exempt=failure.exempt, death=death)
             self._dispatch(now, out)
         return out
 
@@ -301,7 +303,7 @@ class Scheduler:
                 continue
             call.note_loss(worker, sole=len(died_under) == 1)
             if call is culprit:
-                self._call_lifecycle.blame(call, now, out)
+                self._call_lifecycle.blame(call, worker.death, now, out)
             self._call_lifecycle.retry(worker, call, now, out)
         worker.outputs = RegionAllocator(0)
         self._worker_lifecycle.restart(worker, now, out, idle=not died_under)

@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from npugrad_server.backends.base import RestartPolicy
+from npugrad_server.pool.circuit_breaker import Death
 from npugrad_server.pool.regions import EMPTY, Region, RegionAllocator
 from npugrad_server.pool.tenant import NOBODY, Tenant
 from npugrad_server.pool.types import DeviceState
@@ -86,7 +87,7 @@ class CallState:
         last_code: The vendor's number of a device failure under it; None without one.
         suspect: Whether a device failed under it, so that it is tried only once more.
         blamed: How many worker deaths are its fault, as far as is known.
-        faults: Times of those deaths not counted yet, because another worker may still complete it.
+        faults: Times and kinds of those deaths not counted yet, because another worker may still complete it.
         kind: Kind of the queue: operator and deterministic mode, by which its devices are chosen.
     """
 
@@ -130,7 +131,7 @@ class CallState:
     last_code: int | None = None
     suspect: bool = False
     blamed: int = 0
-    faults: list[float] = field(default_factory=list)
+    faults: list[tuple[float, Death]] = field(default_factory=list)
     kind: tuple[str, bool] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -237,6 +238,7 @@ class WorkerState:
         reason: Why it is not ready.
         ended_for: Why the current process is being ended; empty while it is not.
         ended_by: Call for whose overlong run the current process is being ended; None without one.
+        death: How the current process ends, as far as is known.
         failure: Device failure that the current process reported before it ended; None without one.
         last_start: Number of the last call start on it, to spread calls over idle devices.
         unavailable: Operators that the last process that opened it cannot run, with the reasons.
@@ -272,6 +274,7 @@ class WorkerState:
     reason: str = "its first worker is starting"
     ended_for: str = ""
     ended_by: int | None = None
+    death: Death = Death.DIED
     failure: Failure | None = None
     last_start: int = 0
     unavailable: Mapping[str, str] = field(default_factory=dict)

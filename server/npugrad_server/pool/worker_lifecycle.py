@@ -28,6 +28,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from npugrad_server.backends.base import RestartPolicy
+from npugrad_server.pool.circuit_breaker import Death
 from npugrad_server.pool.commands import DeviceChanged, KillWorker, SpawnWorker
 from npugrad_server.pool.regions import RegionAllocator
 from npugrad_server.pool.types import START_LIMIT_FACTOR, DeviceState
@@ -107,6 +108,7 @@ class WorkerLifecycle:
         worker.incarnation += 1
         worker.alive, worker.ending, worker.opened, worker.start_timed_out = True, False, False, False
         worker.exempt, worker.ended_for, worker.ended_by, worker.failure = False, "", None, None
+        worker.death = Death.DIED
         worker.outputs = RegionAllocator(worker.spec.output_bytes)
         worker.spawned_s, worker.stage = now, _FIRST_STAGE
         worker.alarm = now + self._stage_limit_s(worker)
@@ -148,10 +150,19 @@ class WorkerLifecycle:
 
     # ---------------------------------------------------------------------------------------------- the ends
 
-    def kill(self, worker: WorkerState, reason: str, out: list[Command], *, exempt: bool) -> None:
+    def kill(
+        self,
+        worker: WorkerState,
+        reason: str,
+        out: list[Command],
+        *,
+        exempt: bool,
+        death: Death = Death.DIED,
+    ) -> None:
         """Ends the process of a device, unless it is being ended already."""
         if not worker.alive or worker.ending:
             return
+        worker.death = death
         worker.alarm, worker.ending, worker.exempt, worker.ended_for = None, True, exempt, reason
         out.append(KillWorker(worker.index, worker.incarnation, reason))
         if not worker.is_out:

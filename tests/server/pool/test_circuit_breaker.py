@@ -11,7 +11,7 @@ from tests.server.pool.scheduling import SETTINGS, Driven, of, open_scheduler, r
 
 from npugrad_server.backends.base import RestartPolicy
 from npugrad_server.pool.call_lifecycle import TRIAL_GRACE_S
-from npugrad_server.pool.circuit_breaker import MOST_KEYS, OPEN_S, WINDOW_S, CircuitBreaker
+from npugrad_server.pool.circuit_breaker import MOST_KEYS, OPEN_S, WINDOW_S, CircuitBreaker, Death
 from npugrad_server.pool.commands import (
     CircuitChanged,
     Command,
@@ -34,7 +34,8 @@ GRACE_S = SETTINGS.hang_grace_s
 def opened(deaths: int = 2) -> CircuitBreaker:
     """A breaker whose circuit of `KEY` opened at 0, by so many deaths under calls 1 and so on."""
     breaker = CircuitBreaker(deaths)
-    died = [breaker.died(KEY, number, 0.0) for number in range(1, deaths + 1)]
+    kinds = (Death.DIED, Death.TIMED_OUT, Death.TIMED_OUT)
+    died = [breaker.died(KEY, number, 0.0, kinds[number - 1]) for number in range(1, deaths + 1)]
     assert died == [False] * (deaths - 1) + [True]
     return breaker
 
@@ -44,10 +45,10 @@ def test_as_many_deaths_as_are_said_open_the_circuit_of_their_key_alone(deaths: 
     breaker = opened(deaths)
     refusal = breaker.enter(KEY, 9, 4.0)
     assert refusal is not None
-    assert (refusal.deaths, refusal.retry_after_s) == (deaths, OPEN_S - 4.0)
+    assert refusal.retry_after_s == OPEN_S - 4.0
     assert refusal.detail == (
-        f"found {deaths} workers that died under calls of this signature within 60 s; expected fewer than "
-        f"{deaths}; one may be tried again in 6.0 s"
+        f"found {deaths} workers lost under calls of this signature within 60 s (1 died, {deaths - 1} ended "
+        f"by the server after a time-out); expected fewer than {deaths}; one may be tried again in 6.0 s"
     )
     assert not breaker.died(OTHER, 10, 4.0)
     assert breaker.enter(OTHER, 11, 4.0) is None
@@ -81,7 +82,7 @@ def test_one_call_at_a_time_is_tried_once_it_is_half_open_and_closes_or_opens_it
     assert breaker.died(KEY, 5, OPEN_S + 1)
     refusal = breaker.refusal(KEY, OPEN_S + 1)
     assert refusal is not None
-    assert (refusal.deaths, refusal.retry_after_s) == (3, OPEN_S)
+    assert (len(refusal.deaths), refusal.retry_after_s) == (3, OPEN_S)
     assert breaker.enter(KEY, 6, 2 * OPEN_S + 1) is None
     assert not breaker.succeeded(KEY, 1)  # it began before
     assert breaker.succeeded(KEY, 6)
@@ -154,7 +155,7 @@ def test_a_call_that_killed_two_workers_gets_no_third_and_calls_like_it_none() -
     start = again(scheduler.lose(begin(scheduler, 1).worker, 1))
     commands = scheduler.lose(start.worker, 2)
     assert refused(commands) == [(1, "WORKER_LOST")]
-    assert of(CircuitChanged, commands) == [CircuitChanged(1, 2)]
+    assert of(CircuitChanged, commands) == [CircuitChanged(1, "2 died")]
     commands = scheduler.submit(call(2), 5)
     assert started(commands) == []
     (failed,) = of(FailCall, commands)
@@ -198,7 +199,7 @@ def test_deaths_count_once_their_calls_ended_without_a_result() -> None:
         commands = scheduler.tick(now + 0.25)
         assert refused(commands) == [(number, "DEADLINE_EXCEEDED")]
         scheduler.be_back(now=now + 1)
-    assert of(CircuitChanged, commands) == [CircuitChanged(2, 2)]
+    assert of(CircuitChanged, commands) == [CircuitChanged(2, "2 died")]
 
 
 @pytest.mark.parametrize("leaves", ["cancel", "close", "tick"])
@@ -209,7 +210,7 @@ def test_a_death_after_the_caller_left_is_the_calls_fault(leaves: str) -> None:
         scheduler.tick(0.25) if leaves == "tick" else getattr(scheduler, leaves)(number, 0.1)
         commands = scheduler.lose(start.worker, 0.3)
         assert of(RequeueCall, commands) == []
-    assert of(CircuitChanged, commands) == [CircuitChanged(2, 2)]
+    assert of(CircuitChanged, commands) == [CircuitChanged(2, "2 died")]
     assert [worker.failures for worker in scheduler.workers] == [0, 0]
 
 
@@ -244,6 +245,22 @@ def test_a_death_under_several_calls_is_of_the_one_that_the_failure_names() -> N
     assert scheduler.circuits.died(call(3).circuit, 9, 3), "it was its second one"
 
 
+@pytest.mark.parametrize(
+    ("failure", "told"),
+    [
+        (Failure("run returned 507015", call=1), "died"),
+        (Failure("wait returned 507046", call=1, exempt=True), "ended by the server after a time-out"),
+        (Failure("the worker did not answer for 30 s", silent=True), "ended by the server after a time-out"),
+    ],
+)
+def test_who_ended_a_worker_is_told(failure: Failure, told: str) -> None:
+    scheduler = open_scheduler(settings=replace(SETTINGS, circuit_deaths=1))
+    begin(scheduler, 1)
+    scheduler.cancel(1, 0)
+    scheduler.failing(0, 1, failure, 0)
+    assert of(CircuitChanged, scheduler.lose()) == [CircuitChanged(1, f"1 {told}")]
+
+
 def test_a_damaged_device_is_no_calls_fault() -> None:
     scheduler = open_scheduler()
     begin(scheduler, 1)
@@ -258,11 +275,11 @@ def test_one_trial_is_run_on_one_worker_and_closes_or_opens_it() -> None:
     assert refused(scheduler.submit(call(3), now)) == [(3, "CIRCUIT_OPEN")]
     commands = scheduler.lose(trial.worker, now)
     assert refused(commands) == [(2, "WORKER_LOST")]
-    assert of(CircuitChanged, commands) == [CircuitChanged(2, 3)]
+    assert of(CircuitChanged, commands) == [CircuitChanged(2, "3 died")]
     now += OPEN_S
     scheduler.be_back(trial.worker, now)
     trial = begin(scheduler, 4, now)
-    assert CircuitChanged(4, 0) in scheduler.end(trial, now=now)
+    assert CircuitChanged(4, "") in scheduler.end(trial, now=now)
     assert len(scheduler.circuits) == 0
     begin(scheduler, 5, now)
 
@@ -276,7 +293,8 @@ def test_a_trial_that_hangs_is_ended_soon() -> None:
         trial.worker,
         f"a call ran for {TRIAL_GRACE_S:g} s after its caller stopped waiting",
     )
-    assert of(CircuitChanged, scheduler.lose(trial.worker, now + 2)) == [CircuitChanged(2, 3)]
+    told = "2 died, 1 ended by the server after a time-out"
+    assert of(CircuitChanged, scheduler.lose(trial.worker, now + 2)) == [CircuitChanged(2, told)]
 
 
 @pytest.mark.parametrize("end", ["cancelled", "refused by its operator"])
