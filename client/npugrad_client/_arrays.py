@@ -18,7 +18,7 @@ from npugrad.meta import TensorMeta
 from npugrad.recipe import Recipe
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
     from types import ModuleType
 
 _DLPACK_HOST_DEVICES = (1, 3)
@@ -166,6 +166,28 @@ def pack(array: npt.NDArray[Any]) -> tuple[TensorMeta, memoryview | None]:
     if not dtype.has_data:
         return TensorMeta(dtype, array.shape), None
     return layout.content(array)
+
+
+def copied(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of a call with copies of its operands, of the same layout.
+
+    What cannot be converted is left as it is: the call says what is wrong with it.
+    """
+    return {name: _copied(value, name) for name, value in arguments.items()}
+
+
+def _copied(value: Any, name: str) -> Any:
+    is_array = is_torch(value) or hasattr(value, "__array__") or hasattr(value, "__dlpack__")
+    if not is_array or isinstance(value, np.generic):
+        return value
+    try:
+        meta, content = pack(to_numpy(value, "", name))
+    except TypeError:
+        return value
+    if content is None:  # it is refused by its type
+        return value
+    array = layout.view(meta, bytearray(content))
+    return to_torch(array) if is_torch(value) else array
 
 
 def writable(value: object, operator: str, name: str) -> npt.NDArray[Any]:

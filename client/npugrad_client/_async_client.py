@@ -48,7 +48,11 @@ class AsyncClient(AsyncOperators):
     """Asyncio client of an npugrad server, or of several that share the load.
 
     Cancelling the task that awaits a call cancels the call on the server as well. Any number of calls may be
-    in flight. Do not write to the operands of a call until it has returned.
+    in flight.
+
+    Operands must not change before the call has returned. A task reads them once it runs, and again at each
+    try, not when it is created: if a buffer was filled again by then, the result may be that of later values,
+    without an error. Give each task arrays of its own, or use `run_many` with ``copy=True``.
 
     Concurrency: a client serves the tasks of one event loop. Once that loop has ended, it may be used in
     another.
@@ -231,6 +235,7 @@ class AsyncClient(AsyncOperators):
         concurrency: int = 8,
         on_error: Literal["raise"] = "raise",
         progress: bool | str = False,
+        copy: bool = False,
     ) -> list[R]: ...
 
     @overload
@@ -242,6 +247,7 @@ class AsyncClient(AsyncOperators):
         concurrency: int = 8,
         on_error: Literal["return"],
         progress: bool | str = False,
+        copy: bool = False,
     ) -> list[R | Exception]: ...
 
     async def run_many(
@@ -252,6 +258,7 @@ class AsyncClient(AsyncOperators):
         concurrency: int = 8,
         on_error: OnError = "raise",
         progress: bool | str = False,
+        copy: bool = False,
     ) -> list[Any]:
         """Makes many calls, several at a time, and returns the results in the order of the calls.
 
@@ -263,6 +270,9 @@ class AsyncClient(AsyncOperators):
             on_error: "raise": raise the first error and cancel calls in flight. "return": return each error
                 in place of its result.
             progress: True to show a progress bar, or its title.
+            copy: Copy the operands of each call before the next one is taken from `calls`. Without it they
+                must not change before the call has its result, so a generator needs a new buffer for each
+                call: of one that is filled again, results may be those of later values, without an error.
 
         Returns:
             Results, or with ``on_error="return"`` errors, in the order of the calls.
@@ -278,7 +288,7 @@ class AsyncClient(AsyncOperators):
             >>> [grads.grad_input.shape for grads in results]
             [(2, 6, 4), (2, 6, 4), (2, 6, 4), (2, 6, 4)]
         """
-        batch, workers = Batch(calls, concurrency, on_error, progress), []
+        batch, workers = Batch(calls, concurrency, on_error, progress, copy=copy), []
 
         async def work() -> None:
             while (taken := batch.take()) is not None:

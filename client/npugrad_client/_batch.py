@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sized
+from collections.abc import Mapping, Sized
 from typing import TYPE_CHECKING, Any, Literal
 
+from npugrad_client._arrays import copied
+
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
     from types import TracebackType
 
 OnError = Literal["raise", "return"]
@@ -20,7 +22,13 @@ class Batch:
     """
 
     def __init__(
-        self, calls: Iterable[Mapping[str, Any]], concurrency: int, on_error: OnError, progress: bool | str
+        self,
+        calls: Iterable[Mapping[str, Any]],
+        concurrency: int,
+        on_error: OnError,
+        progress: bool | str,
+        *,
+        copy: bool,
     ) -> None:
         """Rejects invalid arguments; the calls are not read yet.
 
@@ -34,7 +42,7 @@ class Batch:
             raise ValueError(f'on_error: found {on_error!r}; expected "raise" or "return"')
         self._total = len(calls) if isinstance(calls, Sized) else None
         self._calls = iter(calls)
-        self._keeps_errors = on_error == "return"
+        self._keeps_errors, self._copies = on_error == "return", copy
         self._results: dict[int, Any] = {}
         self._given = 0
         self._bar = _bar(progress) if progress else None
@@ -62,7 +70,8 @@ class Batch:
                 self._bar.update(self._task, total=self._given)  # now the total is known
             return None
         self._given += 1
-        return self._given - 1, call
+        is_copied = self._copies and isinstance(call, Mapping)  # else the call says what is wrong
+        return self._given - 1, copied(call) if is_copied else call
 
     def answered(self, place: int, result: Any) -> None:
         """Stores a result."""

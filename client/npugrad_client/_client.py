@@ -256,6 +256,7 @@ class Client(Operators):
         concurrency: int = 8,
         on_error: Literal["raise"] = "raise",
         progress: bool | str = False,
+        copy: bool = False,
     ) -> list[R]: ...
 
     @overload
@@ -267,6 +268,7 @@ class Client(Operators):
         concurrency: int = 8,
         on_error: Literal["return"],
         progress: bool | str = False,
+        copy: bool = False,
     ) -> list[R | Exception]: ...
 
     def run_many(
@@ -277,6 +279,7 @@ class Client(Operators):
         concurrency: int = 8,
         on_error: OnError = "raise",
         progress: bool | str = False,
+        copy: bool = False,
     ) -> list[Any]:
         """Makes many calls, several at a time, and returns the results in the order of the calls.
 
@@ -288,6 +291,9 @@ class Client(Operators):
             on_error: "raise": raise the first error and cancel calls in flight. "return": return each error
                 in place of its result.
             progress: True to show a progress bar, or its title.
+            copy: Copy the operands of each call before the next one is taken from `calls`. Without it they
+                must not change before the call has its result, so a generator needs a new buffer for each
+                call: of one that is filled again, results may be those of later values, without an error.
 
         Returns:
             Results, or with ``on_error="return"`` errors, in the order of the calls.
@@ -303,7 +309,7 @@ class Client(Operators):
             >>> [grads.grad_input.shape for grads in results]
             [(2, 6, 4), (2, 6, 4), (2, 6, 4), (2, 6, 4)]
         """
-        batch = Batch(calls, concurrency, on_error, progress)
+        batch = Batch(calls, concurrency, on_error, progress, copy=copy)
         threads = Threads(self._transport, concurrency)
         try:
             return run_batch(batch, method, threads, concurrency)
@@ -335,6 +341,8 @@ class Client(Operators):
     @property
     def submit(self) -> Submit:
         """The same methods, each returning a `concurrent.futures.Future` immediately.
+
+        Operands must not change before the future is done, unless ``copy=True`` has them copied at once.
 
         Example:
             >>> futures = [client.submit.group_norm_backward(**call) for _ in range(3)]

@@ -7,6 +7,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextvars import copy_context
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
+from npugrad_client._arrays import copied
 from npugrad_client._channels import closed
 from npugrad_client._generated_ops import FutureOperators
 from npugrad_client._transport import Flight
@@ -24,7 +25,10 @@ T = TypeVar("T")
 
 
 class CallFuture(Future[T]):
-    """Future of a call; cancelling it cancels the call, whether or not it is in flight."""
+    """Future of a call; cancelling it cancels the call, whether or not it is in flight.
+
+    The operands of the call must not change before it is done.
+    """
 
     def __init__(self) -> None:
         """Creates the future of a call that has not started."""
@@ -106,6 +110,10 @@ class Submit(FutureOperators):
     its call, and closing the client cancels all of them. A call sees the context variables of the code that
     starts it.
 
+    Operands must not change before the future is done: a call reads them when its thread is free, and again
+    at each try. Else its result may be that of later values, without an error. With ``copy=True`` the method
+    copies them before it returns, so that a buffer can be filled again at once; ``out`` is not copied.
+
     Thread safety: may be shared by any number of threads.
 
     Example:
@@ -121,7 +129,7 @@ class Submit(FutureOperators):
         self._client, self._threads = client, threads
 
     def __call__(self, method: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Runs any method of the client in a thread.
+        """Runs any method of the client in a thread; operands must not change before the future is done.
 
         Args:
             method: Such as ``client.validate``.
@@ -130,9 +138,9 @@ class Submit(FutureOperators):
         """
         return self._threads.start(lambda: method(*args, **kwargs))
 
-    def _start(self, operator: str, arguments: dict[str, Any]) -> Future[Any]:
-        method = getattr(self._client, operator)
-        return self._threads.start(lambda: method(**arguments))
+    def _start(self, operator: str, arguments: dict[str, Any], copy: bool) -> Future[Any]:
+        method, given = getattr(self._client, operator), copied(arguments) if copy else arguments
+        return self._threads.start(lambda: method(**given))
 
 
 def run_batch(batch: Batch, method: Callable[..., T], threads: Threads, concurrency: int) -> list[Any]:

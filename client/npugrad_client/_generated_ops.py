@@ -1323,8 +1323,8 @@ class FutureOperators(ABC):
     """The operators as methods that return a future immediately; clients implement `_start`."""
 
     @abstractmethod
-    def _start(self, operator: str, arguments: dict[str, Any]) -> Future[Any]:
-        """Runs a method of the client in a thread."""
+    def _start(self, operator: str, arguments: dict[str, Any], copy: bool) -> Future[Any]:
+        """Runs a method of the client in a thread, with copies of its operands if wanted."""
 
     def multi_scale_deformable_attention_grad(
         self,
@@ -1342,8 +1342,9 @@ class FutureOperators(ABC):
         label: str = "",
         verify: bool = False,
         progress: bool | str | Callable[[Progress], None] = False,
+        copy: bool = False,
     ) -> Future[MultiScaleDeformableAttentionGradResult]:
-        """Starts `Client.multi_scale_deformable_attention_grad`; see there."""
+        """Starts `Client.multi_scale_deformable_attention_grad`; see there, and at `Submit` for `copy`."""
         return self._start(
             "multi_scale_deformable_attention_grad",
             {
@@ -1361,6 +1362,7 @@ class FutureOperators(ABC):
                 "verify": verify,
                 "progress": progress,
             },
+            copy,
         )
 
     def grid_sampler_2d_backward(
@@ -1380,8 +1382,9 @@ class FutureOperators(ABC):
         label: str = "",
         verify: bool = False,
         progress: bool | str | Callable[[Progress], None] = False,
+        copy: bool = False,
     ) -> Future[GridSampler2DBackwardResult]:
-        """Starts `Client.grid_sampler_2d_backward`; see there."""
+        """Starts `Client.grid_sampler_2d_backward`; see there, and at `Submit` for `copy`."""
         return self._start(
             "grid_sampler_2d_backward",
             {
@@ -1400,6 +1403,7 @@ class FutureOperators(ABC):
                 "verify": verify,
                 "progress": progress,
             },
+            copy,
         )
 
     def group_norm_backward(
@@ -1422,8 +1426,9 @@ class FutureOperators(ABC):
         label: str = "",
         verify: bool = False,
         progress: bool | str | Callable[[Progress], None] = False,
+        copy: bool = False,
     ) -> Future[GroupNormBackwardResult]:
-        """Starts `Client.group_norm_backward`; see there."""
+        """Starts `Client.group_norm_backward`; see there, and at `Submit` for `copy`."""
         return self._start(
             "group_norm_backward",
             {
@@ -1445,6 +1450,7 @@ class FutureOperators(ABC):
                 "verify": verify,
                 "progress": progress,
             },
+            copy,
         )
 
     def fused_floyd_attention_grad(
@@ -1468,8 +1474,9 @@ class FutureOperators(ABC):
         label: str = "",
         verify: bool = False,
         progress: bool | str | Callable[[Progress], None] = False,
+        copy: bool = False,
     ) -> Future[FusedFloydAttentionGradResult]:
-        """Starts `Client.fused_floyd_attention_grad`; see there."""
+        """Starts `Client.fused_floyd_attention_grad`; see there, and at `Submit` for `copy`."""
         return self._start(
             "fused_floyd_attention_grad",
             {
@@ -1492,6 +1499,7 @@ class FutureOperators(ABC):
                 "verify": verify,
                 "progress": progress,
             },
+            copy,
         )
 
     def layer_norm_backward(
@@ -1512,8 +1520,9 @@ class FutureOperators(ABC):
         label: str = "",
         verify: bool = False,
         progress: bool | str | Callable[[Progress], None] = False,
+        copy: bool = False,
     ) -> Future[LayerNormBackwardResult]:
-        """Starts `Client.layer_norm_backward`; see there."""
+        """Starts `Client.layer_norm_backward`; see there, and at `Submit` for `copy`."""
         return self._start(
             "layer_norm_backward",
             {
@@ -1533,6 +1542,7 @@ class FutureOperators(ABC):
                 "verify": verify,
                 "progress": progress,
             },
+            copy,
         )
 
     def grid_sampler_3d_backward(
@@ -1552,8 +1562,9 @@ class FutureOperators(ABC):
         label: str = "",
         verify: bool = False,
         progress: bool | str | Callable[[Progress], None] = False,
+        copy: bool = False,
     ) -> Future[GridSampler3DBackwardResult]:
-        """Starts `Client.grid_sampler_3d_backward`; see there."""
+        """Starts `Client.grid_sampler_3d_backward`; see there, and at `Submit` for `copy`."""
         return self._start(
             "grid_sampler_3d_backward",
             {
@@ -1572,4 +1583,5 @@ class FutureOperators(ABC):
                 "verify": verify,
                 "progress": progress,
             },
+            copy,
         )

@@ -178,6 +178,26 @@ def test_any_layout_comes_back_bit_for_bit_from_anywhere_in_a_buffer(
             layout.view(meta, content[: -min(missing, content.nbytes)])
 
 
+@given(strided())
+def test_a_copy_of_any_layout_travels_like_the_original(array: Array) -> None:
+    before, found = packed(array), _arrays.copied({"x": array, "n": 3})
+    copy = found.pop("x")
+    assert found == {"n": 3}
+    assert not same_memory(copy, array)
+    assert packed(copy) == before
+    assert (copy.dtype.itemsize, bits(copy)) == (array.dtype.itemsize, bits(array))
+
+
+def test_a_copy_is_made_of_whatever_is_an_array() -> None:
+    values = np.arange(3.0)
+    for value in (OnlyArray(values), OnlyDLPack(values)):
+        copy = _arrays.copied({"x": value})["x"]
+        assert copy.tolist() == [0, 1, 2]
+        assert not same_memory(copy, values)
+    for other in (np.float32(1), None, Stubborn(), np.zeros(2, np.complex64), {"grad": values}):
+        assert _arrays.copied({"x": other})["x"] is other
+
+
 def test_dense_layouts_travel_without_a_copy_and_an_expanded_one_as_one_element() -> None:
     base = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
     for array in (base, base.T, base.transpose(1, 2, 0), base[1]):

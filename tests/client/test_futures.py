@@ -12,14 +12,17 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
-from tests.client.both import BOTH, WAYS, Make, failures
+from tests.client.both import BOTH, WAYS, Looped, Make, failures
 from tests.client.fake_service import Context, Gate, Seen, abort_with, fake_service, group_norm
 from tests.fix_server import ServerProcess
 
 from npugrad import OPERATORS
 from npugrad.errors import ServerBusy
 from npugrad_client import AsyncClient, Cancelled, Client, InvalidOperand, NpugradError, RetryPolicy
+
+Array = npt.NDArray[Any]
 
 
 @contextmanager
@@ -41,7 +44,9 @@ def test_a_method_of_submit_takes_what_the_client_takes() -> None:
         plain, started = (
             inspect.signature(getattr(cls, operator)) for cls in (Client, type(Client("localhost:1").submit))
         )
-        assert started.parameters == plain.parameters
+        parameters = dict(started.parameters)
+        assert parameters.pop("copy").default is False
+        assert parameters == dict(plain.parameters)
         assert started.return_annotation == f"Future[{plain.return_annotation}]"
 
 
@@ -225,7 +230,7 @@ def test_an_error_keeps_its_place_and_so_does_what_is_no_call(server: ServerProc
     calls[2]["group"] = 0
     calls[4]["nonsense"] = 1
     calls[5] = None
-    found = many(make, server.address, calls, concurrency=2, on_error="return")
+    found = many(make, server.address, calls, concurrency=2, on_error="return", copy=True)
     kinds = [None, None, InvalidOperand, None, TypeError, TypeError, None]
     assert [type(f) if isinstance(f, Exception) else None for f in found] == kinds
 
@@ -283,6 +288,47 @@ def test_a_bar_shows_how_many_are_done(
     said = capsys.readouterr().out
     assert "gradients" in said
     assert "5/5" in said
+
+
+def refilled(buffer: Array, filled: Any) -> Iterator[dict[str, Any]]:
+    """Calls that all have one buffer, which is filled again for each, and once more after the last."""
+    for number in range(1, 4):
+        buffer[...] = number
+        yield {**group_norm(), "grad_out": buffer}
+    buffer[...] = 4
+    filled.set()
+
+
+@pytest.mark.parametrize("copy", [True, False])
+@pytest.mark.parametrize(
+    ("make", "way"), [(Client, "submit"), (Client, "run_many"), (Looped, "run_many")], ids=str
+)
+def test_a_buffer_can_be_filled_again_if_it_is_copied(
+    server: ServerProcess, make: Make, way: str, copy: bool
+) -> None:
+    """No call reads it before: without a copy, all results are of what was filled in last."""
+    buffer, filled = np.empty_like(group_norm()["grad_out"]), threading.Event()
+    calls = refilled(buffer, filled)
+    with Client(server.address, timeout_s=60, threads=1) as plain, make(server.address) as client:
+
+        def late(**call: Any) -> Any:
+            assert filled.wait(60)
+            return client.group_norm_backward(**call)
+
+        async def later(**call: Any) -> Any:
+            assert await asyncio.to_thread(filled.wait, 60)
+            return await client.client.group_norm_backward(**call)
+
+        if way == "submit":
+            plain.submit(filled.wait)  # takes the only thread
+            futures = [plain.submit.group_norm_backward(**call, copy=copy) for call in calls]
+            found = [future.result(60) for future in futures]
+        else:
+            found = client.run_many(late if make is Client else later, calls, concurrency=4, copy=copy)
+        for grads, number in zip(found, (1, 2, 3) if copy else (4, 4, 4), strict=True):
+            buffer[...] = number
+            expected = plain.group_norm_backward(**{**group_norm(), "grad_out": buffer})
+            assert grads.grad_input.tobytes() == expected.grad_input.tobytes()
 
 
 def test_many_threads_may_run_batches_of_one_client(server: ServerProcess) -> None:

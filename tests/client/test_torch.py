@@ -58,14 +58,17 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_any_dense_layout_is_read_as_it_is(name: str) -> None:
+def test_any_dense_layout_is_read_as_it_is_and_copied_as_a_tensor(name: str) -> None:
     for dtype in ("float32", "bfloat16"):
         tensor = LAYOUTS[name](torch.randn(4, 6, 5).to(getattr(torch, dtype)))
         array = into_numpy(tensor)
         assert array.shape == tuple(tensor.shape)
         np.testing.assert_array_equal(array.astype(np.float64), tensor.detach().to(torch.float64).numpy())
+        copy = _arrays.copied({"x": tensor})["x"]
+        assert copy.dtype is tensor.dtype
+        assert torch.equal(copy, tensor.detach())
         if tensor.numel():
-            assert array.ctypes.data == tensor.data_ptr()
+            assert array.ctypes.data == tensor.data_ptr() != copy.data_ptr()
 
 
 def test_lazy_negation_and_conjugation_are_resolved() -> None:

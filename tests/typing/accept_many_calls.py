@@ -44,11 +44,12 @@ with Client(
         grad_out=x, input=x, n=2, c=3, hxw=4, group=1, output_mask=(True, True, True)
     )
     assert_type(future, Future[GroupNormBackwardResult])
+    client.submit.group_norm_backward(grad_out=x, n=2, c=3, hxw=4, group=1, output_mask=None, copy=True)
     assert_type(future.result().info.tries, int)
     assert_type(client.submit(client.server_info, timeout_s=1.0), Future[ServerInfo])
     assert_type(client.run_many(client.group_norm_backward, calls()), list[GroupNormBackwardResult])
     assert_type(
-        client.run_many(client.group_norm_backward, calls(), on_error="return", progress=True),
+        client.run_many(client.group_norm_backward, calls(), on_error="return", progress=True, copy=True),
         list[GroupNormBackwardResult | Exception],
     )
 

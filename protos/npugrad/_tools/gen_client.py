@@ -96,8 +96,8 @@ class FutureOperators(ABC):
     """The operators as methods that return a future immediately; clients implement `_start`."""
 
     @abstractmethod
-    def _start(self, operator: str, arguments: dict[str, Any]) -> Future[Any]:
-        """Runs a method of the client in a thread."""
+    def _start(self, operator: str, arguments: dict[str, Any], copy: bool) -> Future[Any]:
+        """Runs a method of the client in a thread, with copies of its operands if wanted."""
 '''
 
 _CLASSES = (
@@ -323,13 +323,14 @@ def _future(record: OpRecord) -> str:
     lines = ["", f"    def {record.name}(", "        self,", "        *,"]
     lines += [f"        {_argument(p)}," for p in arguments]
     lines += [f"        {name}: {kind} = {default}," for name, kind, default, _ in _COMMON]
+    lines += ["        copy: bool = False,"]
     lines += [f"    ) -> Future[{_class_name(record)}]:"]
-    lines += [f'        """Starts `Client.{record.name}`; see there."""']
+    lines += [f'        """Starts `Client.{record.name}`; see there, and at `Submit` for `copy`."""']
     lines += [f'        return self._start("{record.name}", {{']
     lines += [
         f'            "{name}": {name},' for name in [p.name for p in arguments] + [c[0] for c in _COMMON]
     ]
-    lines += ["        })"]
+    lines += ["        }, copy)"]
     return "\n".join(lines)
 
 
