@@ -111,7 +111,9 @@ def _deformable_attention(tensors: Tensors, attrs: Mapping[str, Any]) -> Backwar
         height, width = tensors["spatial_shape"][level].tolist()
         start = int(tensors["level_start_index"][level])
         keys = value[:, start : start + height * width]
-        image = keys.permute(0, 2, 3, 1).reshape(bs * nh, ch, height, width)
+        # torch 2.13 samples images in 16 bits whose channels lie side by side from memory that nobody has
+        # written.
+        image = keys.permute(0, 2, 3, 1).reshape(bs * nh, ch, height, width).contiguous()
         grid = (2 * location[:, :, :, level] - 1).transpose(1, 2).reshape(bs * nh, nq, points, 2)
         sampled.append(torch.nn.functional.grid_sample(image, grid, align_corners=False))
     weights = weight.transpose(1, 2).reshape(bs * nh, 1, nq, levels * points)
