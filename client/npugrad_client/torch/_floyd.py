@@ -189,8 +189,8 @@ class _Gradients(Function):
 def _closed(mask: Tensor | None) -> Tensor | None:
     """Rows all of whose keys are masked, (B, 1, N, 1, 1); None if there are none.
 
-    Their result is the mean of the values, which is not what the service differentiates: aclnnFusedFloydAttentionGrad
-    lets the gradient pass through the mask.
+    Their result is the mean of the values, which is not what the service differentiates:
+    aclnnFusedFloydAttentionGrad lets the gradient pass through the mask.
     """
     closed = None if mask is None else mask.bool().all(-1, keepdim=True)
     return closed if closed is not None and bool(closed.any()) else None

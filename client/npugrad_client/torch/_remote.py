@@ -209,19 +209,48 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, owner: Remote) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._owner = owner
+        self._seen: dict[int, Any] = {}
         self.fuser = owner._fuser
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Whether torch is to keep torch.compile out of `__torch_dispatch__`; it asks when the class is made.
+
+        It would with a wrapper, which takes as long as all the rest and at first imports torch._dynamo, for
+        seconds. Newer versions can be told to skip what a function runs.
+        """
+        frames: Any = torch._C._dynamo.eval_frame
+        try:
+            strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+            frames.set_code_exec_strategy(cls.__torch_dispatch__.__code__, strategy)
+        except AttributeError:
+            return True
+        return False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        # This runs for every operator, and most of them are not ours.
-        if func in TRANSLATIONS or (func in TAKEN_APART_BY and _is_taking_apart()):
-            self._owner.seen = None
-            return self._owner._run(func, args, kwargs or {})
-        seen = self._owner.seen
-        if seen is not None and func not in seen and (node := _current_node()) is not None:
-            seen[func] = node.name()
+        # This runs for every operator, and most of them are not ours. They hash slowly, and live for ever.
+        number = id(func)
+        if number in _OURS:
+            return self._handle(func, args, kwargs or {})
+        if self._owner.seen is not None and number not in self._seen:
+            self._see(number, func)
         return func(*args, **kwargs) if kwargs else func(*args)
+
+    def _handle(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if func not in TRANSLATIONS and not _is_taking_apart():
+            return func(*args, **kwargs)
+        self._owner.seen = None
+        return self._owner._run(func, args, kwargs)
+
+    def _see(self, number: int, func: Any) -> None:
+        seen = self._owner.seen
+        if seen is not None and (node := _current_node()) is not None:
+            self._seen[number] = seen[func] = node.name()
+
+
+_OURS = {id(func) for func in (*TRANSLATIONS, *TAKEN_APART_BY)}
 
 
 class _Entered(threading.local):
