@@ -315,6 +315,7 @@ def _first_rate(scenario: Scenario, server: Servers) -> Scenario:
     """
     from npugrad_client import Client
     from npugrad_client.bench import capacity
+    from npugrad_client.bench.units import format_rate
 
     if not scenario.is_closed:
         return capacity.at_rate(scenario, scenario.top_level)
@@ -326,7 +327,7 @@ def _first_rate(scenario: Scenario, server: Servers) -> Scenario:
     except NpugradError as error:
         raise capacity.Died(str(error)) from error
     guess = _trial(capacity.first_guess(scenario, max(4, 3 * devices)), server)
-    out.print(f"a closed loop reaches {guess.throughput_per_s:.1f}/s")
+    out.print(f"a closed loop reaches {format_rate(guess.throughput_per_s)}")
     return capacity.at_rate(replace(scenario, arrival="constant"), max(guess.throughput_per_s, 0.1))
 
 

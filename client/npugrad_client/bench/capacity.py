@@ -53,11 +53,11 @@ def judge(result: Result, rate: float, slo: Slo) -> CapacityTrial:
     complaints = [str(outcome) for outcome in slo.judge(result) if not outcome.is_met]
     grown, allowed = backlog_growth(result), _allowed_growth(result)
     if grown > allowed:
-        complaints.append(f"the queue grew by {grown} calls (limit: {allowed:.0f})")
+        complaints.append(f"the queue grew by {grown:.0f} calls (limit: {allowed:.0f})")
     return CapacityTrial(rate, tuple(complaints), client_bound(result), result.throughput_per_s)
 
 
-def backlog_growth(result: Result) -> int:
+def backlog_growth(result: Result) -> float:
     """Growth of the number of calls in flight over the measured part."""
     last = result.duration_s / result.record.window_s - 1e-9
     windows = [w for number, w in result.record.windows.items() if 0 <= number < last]

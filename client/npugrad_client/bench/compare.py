@@ -17,7 +17,7 @@ from npugrad_client.bench.flaws import flaws
 from npugrad_client.bench.record import Window
 from npugrad_client.bench.scenario import ScenarioError, check, shown
 from npugrad_client.bench.sketch import bucket_s
-from npugrad_client.bench.units import format_seconds, format_share
+from npugrad_client.bench.units import format_rate, format_seconds, format_share
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -89,7 +89,7 @@ class Difference:
     def _format(self, value: float) -> str:
         if self._is_errors:
             return format_share(value)
-        return f"{value:.1f}/s" if self.metric == "throughput" else format_seconds(value)
+        return format_rate(value) if self.metric == "throughput" else format_seconds(value)
 
 
 @dataclass(frozen=True)

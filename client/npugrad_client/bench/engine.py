@@ -86,7 +86,7 @@ class Engine:
         worker: Index of the worker.
         send: Sends one call of a workload to a server, given by their indices, and returns the call's info.
         record: Where calls are counted.
-        epoch_s: When the measured part starts, on the monotonic clock.
+        epoch_s: When the measured part starts, on the clock of the event loop, the monotonic one.
         servers: Names of the servers; calls go to them in turn.
 
     Attributes:
@@ -106,6 +106,7 @@ class Engine:
     ) -> None:
         self._scenario, self._worker, self._send = scenario, worker, send
         self.record, self._epoch_s = record, epoch_s
+        self._clock = asyncio.get_running_loop().time
         # Calls are counted by server only if there are several.
         self._servers = tuple(servers) if len(servers) > 1 else ("",)
         self._turns = itertools.count(worker)
@@ -126,6 +127,7 @@ class Engine:
     def stop(self) -> None:
         """Stops sending; calls in flight end normally."""
         self._stopped.set()
+        self.record.end(self._now())
 
     def abandon(self) -> None:
         """Stops sending, and cancels calls in flight."""
@@ -148,9 +150,10 @@ class Engine:
             await asyncio.wait(self._tasks)
         self.ended_s = self._now()
         watch.cancel()
+        self.record.close()
 
     def _now(self) -> float:
-        return time.monotonic() - self._epoch_s
+        return self._clock() - self._epoch_s
 
     async def _sleep_until(self, at_s: float) -> None:
         # In pieces rather than on an event: a timer for each call is cheap, a wait with a timeout is not.
@@ -195,6 +198,8 @@ class Engine:
     async def _closed(self) -> None:
         most = math.ceil(self._scenario.top_level)
         mine = range(self._worker, most, self._scenario.workers)
+        if self._scenario.max_calls:
+            mine = mine[: self._calls_left]  # a caller that never has a call is none
         self._tasks = {asyncio.create_task(self._caller(number)) for number in mine}
 
     async def _caller(self, number: int) -> None:
@@ -206,6 +211,7 @@ class Engine:
                 continue
             if self._scenario.max_calls:
                 if not self._calls_left:
+                    self.record.end(now)  # fewer callers go on from here
                     return
                 self._calls_left -= 1
             workload = next(mix)
@@ -237,13 +243,13 @@ class Engine:
     async def _watch(self) -> None:
         """Measures how late the event loop is, and how much CPU time it takes."""
         await self._sleep_until(0.0)
-        start = time.monotonic(), time.thread_time(), time.process_time()
+        start = self._clock(), time.thread_time(), time.process_time()
         while True:
-            due_s = time.monotonic() + _HEARTBEAT_S
+            due_s = self._clock() + _HEARTBEAT_S
             await asyncio.sleep(_HEARTBEAT_S)
-            self.record.loop_lag.add(time.monotonic() - due_s)
+            self.record.loop_lag.add(self._clock() - due_s)
             if self._now() < self._scenario.duration_s and not self._stopped.is_set():
-                now = time.monotonic(), time.thread_time(), time.process_time()
+                now = self._clock(), time.thread_time(), time.process_time()
                 self.cpu = Cpu(*(b - a for a, b in zip(start, now, strict=True)))
 
 

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from npugrad_client.bench.record import Window
+from npugrad_client.bench.throughput import expected_calls
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from npugrad_client.bench.result import Result
 
 _LEAST_CALLS, _LEAST_BINS = 10, 20
@@ -42,7 +41,7 @@ class Bin:
         """Its middle, where a chart shows it."""
         return (self.start_s + self.end_s) / 2
 
-    def per_s(self, count: int) -> float:
+    def per_s(self, count: float) -> float:
         """A count in it as a rate."""
         return count / (self.end_s - self.start_s)
 
@@ -79,16 +78,4 @@ def _intended(result: Result, start_s: float, end_s: float, window: Window) -> f
     if result.is_closed or result.scenario["arrival"] == "trace":  # the only rate is that of the calls
         return window.tally.intended / (end_s - start_s)
     load = result.scenario["load"]
-    return round((_expected(load, end_s) - _expected(load, start_s)) / (end_s - start_s), 9)
-
-
-def _expected(load: Sequence[Sequence[float]], at_s: float) -> float:
-    """How many calls are meant to start from 0 to a time; negative in the warm-up."""
-    if at_s < 0:
-        return at_s * (load[0][0] or load[0][1])
-    calls = 0.0
-    for start, end, lasts_s in load:
-        within_s = min(at_s, lasts_s)
-        calls += (start + (end - start) * within_s / lasts_s / 2) * within_s
-        at_s -= within_s
-    return calls
+    return round((expected_calls(load, end_s) - expected_calls(load, start_s)) / (end_s - start_s), 9)

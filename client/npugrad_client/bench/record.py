@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from npugrad_client.bench.sketch import Distribution, Sketch
+from npugrad_client.bench.throughput import AnswerCounter, window_number
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -59,13 +60,14 @@ class Window:
 
     Attributes:
         tally: Calls meant to start in it.
-        completed: Successful answers that arrived in it.
+        completed: Successful answers that arrived in it; in a closed loop what counts in it for the rate,
+            not only whole calls.
         latency: Latencies from the intended start, of calls meant to start in it.
         stages: Seconds by stage, summed over these calls.
     """
 
     tally: Tally = field(default_factory=Tally)
-    completed: int = 0
+    completed: float = 0
     latency: Sketch = field(default_factory=Sketch)
     stages: list[float] = field(default_factory=lambda: [0.0] * len(STAGES))
 
@@ -90,7 +92,7 @@ class Window:
         """Reads what `as_dict` wrote."""
         stages = [float(each) for each in values["stages_s"]]
         return cls(
-            Tally.from_dict(values), int(values["completed"]), Sketch.from_list(values["latency"]), stages
+            Tally.from_dict(values), float(values["completed"]), Sketch.from_list(values["latency"]), stages
         )
 
 
@@ -131,6 +133,11 @@ _DISTRIBUTIONS = ("latency", "service", "lateness", "loop_lag")
 class Record:
     """Everything recorded of a run's calls. Times are seconds from the start of the measured part.
 
+    Args:
+        window_s: Length of a window.
+        is_closed: Whether the calls are those of a closed loop.
+        end_s: When the measured part is to end.
+
     Attributes:
         window_s: Length of a window; windows of the warm-up have negative numbers.
         total: Counts of the measured part.
@@ -145,10 +152,14 @@ class Record:
         devices: Parts by device; with its server, if there are several.
         servers: Parts by server; empty if there is only one.
         unsent_s: How far behind its schedule a worker was when it gave up; 0 if none did.
+        end_s: When the measured part ended, for the first worker for which it did.
+        answered_per_s: The rate of the answers, as `throughput` defines it; 0 before `close`.
     """
 
-    def __init__(self, window_s: float) -> None:
-        self.window_s = window_s
+    def __init__(self, window_s: float, *, is_closed: bool = False, end_s: float = math.inf) -> None:
+        self.window_s, self._is_closed, self.end_s = window_s, is_closed, end_s
+        self._answers = AnswerCounter(window_s, is_closed, end_s)
+        self.answered_per_s = 0.0
         self.total = Tally()
         self.latency, self.service = Distribution(), Distribution()
         self.lateness, self.loop_lag = Distribution(), Distribution()
@@ -162,9 +173,17 @@ class Record:
 
     def window(self, at_s: float) -> Window:
         """Returns the window that contains a time."""
-        # Quotients are slightly off: 0.3 / 0.1 is below 3. But no time before 0 is in the measured part.
-        number = math.floor(at_s / self.window_s + 1e-9)
-        return self.windows[min(number, -1) if at_s < 0 else number]
+        return self.windows[window_number(at_s, self.window_s)]
+
+    def end(self, at_s: float) -> None:
+        """Ends the measured part, unless it has ended."""
+        self.end_s = self._answers.end_s = min(self.end_s, max(at_s, 0.0))
+
+    def close(self) -> None:
+        """Computes the rate, when every call has been answered."""
+        self.answered_per_s = self._answers.per_s
+        for number, counted in self._answers.by_window():
+            self.windows[number].completed = counted
 
     def intended(self, workload: str, at_s: float) -> None:
         """Counts a call that is to be sent at this time."""
@@ -222,7 +241,9 @@ class Record:
         window.latency.add(ended_s - at_s)
         for index, seconds in enumerate(times):
             window.stages[index] += seconds
-        self.window(ended_s).completed += 1
+        self._answers.add(started_s, ended_s)
+        if not self._is_closed:
+            self._window_of_answer(ended_s).completed += 1
         if at_s >= 0:
             self._measured(ended_s - at_s, ended_s - started_s, times)
             device = f"{server} {info.device} ({info.backend})".strip()
@@ -233,6 +254,13 @@ class Record:
                 part.tally.answered += 1
                 part.latency.add(ended_s - at_s)
                 part.run_s += info.run_s
+
+    def _window_of_answer(self, ended_s: float) -> Window:
+        """The window that contains a time; after the end of the measured part, none that began before it."""
+        number = window_number(ended_s, self.window_s)
+        if ended_s >= self.end_s:
+            number = max(number, math.ceil(self.end_s / self.window_s - 1e-9))
+        return self.windows[number]
 
     def _measured(self, latency_s: float, service_s: float, times: list[float]) -> None:
         self.total.answered += 1
@@ -257,6 +285,8 @@ class Record:
             for name, part in getattr(other, kind).items():
                 mine[name].merge(part)
         self.unsent_s = max(self.unsent_s, other.unsent_s)
+        self.end_s = min(self.end_s, other.end_s)
+        self.answered_per_s += other.answered_per_s
 
     def as_dict(self) -> dict[str, Any]:
         """The record as JSON."""
@@ -272,6 +302,8 @@ class Record:
                 for kind in _PARTS
             },
             "unsent_s": self.unsent_s,
+            "end_s": self.end_s if math.isfinite(self.end_s) else None,
+            "answered_per_s": self.answered_per_s,
         }
 
     @classmethod
@@ -281,7 +313,9 @@ class Record:
         Raises:
             KeyError, TypeError, ValueError: The values are something else.
         """
-        record = cls(float(values["window_s"]))
+        end_s = values["end_s"]
+        record = cls(float(values["window_s"]), end_s=math.inf if end_s is None else float(end_s))
+        record.answered_per_s = float(values["answered_per_s"])
         record.total = Tally.from_dict(values["total"])
         for name in _DISTRIBUTIONS:
             setattr(record, name, Distribution.decode(values[name]))

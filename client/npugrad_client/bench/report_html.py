@@ -12,7 +12,7 @@ from npugrad_client.bench.rates import bins
 from npugrad_client.bench.record import STAGES
 from npugrad_client.bench.slo import Slo
 from npugrad_client.bench.stylesheet import CSS
-from npugrad_client.bench.units import format_seconds, format_share
+from npugrad_client.bench.units import format_rate, format_seconds, format_share
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -90,7 +90,7 @@ def _verdict(result: Result) -> str:
 
 def _tiles(result: Result) -> str:
     latency = result.record.latency
-    tiles = [("answers a second", f"{result.throughput_per_s:.1f}")]
+    tiles = [("answers a second", format_rate(result.throughput_per_s).removesuffix("/s"))]
     tiles += [(f"p{p:g}", format_seconds(latency.percentile_s(p))) for p in (50.0, 90.0, 99.0, 99.9)]
     tiles += [
         ("max", format_seconds(latency.percentile_s(100.0))),
@@ -235,17 +235,14 @@ def _stages(result: Result) -> str:
 def _parts(title: str, what: str, parts: dict[str, Part], result: Result) -> str:
     if not parts:
         return ""
-    seconds = max(result.duration_s, 1e-9)
-    bars = [
-        (name, part.tally.answered / seconds, f"{part.tally.answered / seconds:.1f}/s")
-        for name, part in sorted(parts.items())
-    ]
+    rates = [(name, result.part_per_s(part)) for name, part in sorted(parts.items())]
+    bars = [(name, per_s, format_rate(per_s)) for name, per_s in rates]
     rows = [
         (
             name,
             str(part.tally.answered),
             str(sum(part.tally.failed.values()) + part.tally.dropped),
-            f"{part.run_s / seconds:.1%}",
+            f"{result.running_share(part):.1%}",
             *(format_seconds(part.latency.percentile_s(p)) for p in (50.0, 99.0, 100.0)),
         )
         for name, part in sorted(parts.items())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from npugrad_client.bench.record import DEADLINE_REASON, STAGES, Part, Record
 from npugrad_client.bench.scenario import ScenarioError
 from npugrad_client.bench.scenario_file import read_text
 from npugrad_client.bench.slo import Slo
+from npugrad_client.bench.throughput import evenness
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 
     from npugrad_client.bench.slo import ObjectiveResult
 
-FORMAT = "npugrad-bench/1"
+FORMAT = "npugrad-bench/2"
 _SCENARIO_KEYS = (
     *("name", "arrival", "workloads", "load", "warm_up_s", "max_calls"),
     *("timeout_s", "max_in_flight", "workers", "seed", "window_s", "slo"),
@@ -61,10 +63,9 @@ class Result:
 
     @property
     def duration_s(self) -> float:
-        """Seconds that count for rates: as planned, or until the end if that came first."""
+        """Length of the measured part in seconds: as planned, or until its load ended if that came first."""
         planned = float(sum(stage[2] for stage in self.scenario["load"]))
-        is_cut_short = self.elapsed_s > 0 or self.is_interrupted or bool(self.died)
-        return min(planned, self.elapsed_s) if is_cut_short else planned
+        return min(planned, self.record.end_s if math.isfinite(self.record.end_s) else self.elapsed_s)
 
     @property
     def intended(self) -> int:
@@ -108,20 +109,25 @@ class Result:
         return self.record.total.failed[DEADLINE_REASON] / self.intended if self.intended else 0.0
 
     @property
-    def completed(self) -> int:
-        """Successful answers that arrived in the measured part, whenever their calls started."""
-        last = self.duration_s / self.record.window_s
-        return sum(w.completed for number, w in self.record.windows.items() if 0 <= number < last - 1e-9)
-
-    @property
     def throughput_per_s(self) -> float:
-        """Successful answers per second."""
-        return self.completed / self.duration_s if self.duration_s > 0 else 0.0
+        """Successful answers per second, as `throughput` defines it."""
+        return self.record.answered_per_s * evenness(self.scenario, self.intended, self.duration_s)
 
     @property
     def offered_per_s(self) -> float:
-        """Calls per second that were to be sent."""
-        return self.intended / self.duration_s if self.duration_s > 0 else 0.0
+        """Calls per second that were to be sent; in a closed loop those that were sent."""
+        if self.is_closed and self.answered:
+            return self.throughput_per_s * self.intended / self.answered
+        per_s = self.intended / self.duration_s if self.duration_s > 0 else 0.0
+        return per_s * evenness(self.scenario, self.intended, self.duration_s)
+
+    def part_per_s(self, part: Part) -> float:
+        """Successful answers per second of a workload, server or device; those of all devices add up."""
+        return self.throughput_per_s * part.tally.answered / max(self.answered, 1)
+
+    def running_share(self, part: Part) -> float:
+        """Share of the time in which operators of a part ran; 2 if two of them always did."""
+        return self.throughput_per_s * part.run_s / max(self.answered, 1)
 
     @property
     def succeeded(self) -> bool:
@@ -184,7 +190,8 @@ class Result:
         """
         if not isinstance(values, dict) or values.get("format") != FORMAT:
             found = values.get("format") if isinstance(values, dict) else type(values).__name__
-            raise ValueError(f"found format {found!r}; expected {FORMAT!r}")
+            hint = ". Measure again: rates were counted differently" if found == "npugrad-bench/1" else ""
+            raise ValueError(f"found format {found!r}; expected {FORMAT!r}{hint}")
         try:
             return cls(
                 scenario=_check_scenario(values["scenario"]),
@@ -216,7 +223,7 @@ class Result:
                 tally.answered,
                 sum(tally.failed.values()),
                 tally.dropped,
-                window.completed,
+                f"{window.completed:.9g}",
             ]
             row += [f"{window.latency.percentile_s(p):.6g}" for p in PERCENTILES]
             row += [f"{seconds / answered:.6g}" for seconds in window.stages]

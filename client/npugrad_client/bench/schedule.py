@@ -47,6 +47,16 @@ def schedule(scenario: Scenario, worker: int = 0) -> Iterator[tuple[float, int]]
             return
 
 
+def planned_end_s(scenario: Scenario) -> float:
+    """When the measured part is to end: with its duration, or where an open loop has no calls left."""
+    left = scenario.max_calls
+    for starts, _ in _blocks(scenario) if left and not scenario.is_closed else ():
+        if left < len(starts):
+            return max(float(starts[left]), 0.0)
+        left -= len(starts)
+    return scenario.duration_s
+
+
 def closed_mix(scenario: Scenario, caller: int) -> Iterator[int]:
     """Endless workload indices for one caller of a closed loop."""
     random = np.random.default_rng((scenario.seed, caller))

@@ -11,7 +11,7 @@ from npugrad_client.bench.bottleneck import ADVICE
 from npugrad_client.bench.compare import ERROR_MARGIN
 from npugrad_client.bench.flaws import flaws
 from npugrad_client.bench.report_html import CLOSED_CAUTION, STAGE_NAMES
-from npugrad_client.bench.units import format_seconds, format_share
+from npugrad_client.bench.units import format_rate, format_seconds, format_share
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,7 +29,7 @@ def show_result(console: Console, result: Result) -> None:
     values = result.summary()
     console.print(
         f"{_load(result)}, {result.duration_s:.1f} s: {result.answered} answers, "
-        f"{result.throughput_per_s:.1f} per second",
+        f"{format_rate(result.throughput_per_s)}",
         soft_wrap=True,
     )
     table = Table(box=None, padding=(0, 3, 0, 0))
@@ -111,7 +111,7 @@ def show_trial(console: Console, trial: CapacityTrial) -> None:
     said = "met" if trial.is_met else f"missed: {'; '.join(trial.complaints)}"
     if trial.client_bound:
         said = f"not counted, the client was the bottleneck: {'; '.join(trial.client_bound)}"
-    console.print(f"{trial.rate:8.4g}/s  {trial.throughput_per_s:8.1f}/s answered  {said}", soft_wrap=True)
+    console.print(f"{trial.rate:8.4g}/s  {trial.throughput_per_s:8.4g}/s answered  {said}", soft_wrap=True)
 
 
 def show_capacity(console: Console, capacity: Capacity) -> None:

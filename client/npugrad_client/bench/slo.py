@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from npugrad_client.bench.flaws import spoiling
 from npugrad_client.bench.sketch import rank_of
-from npugrad_client.bench.units import format_seconds, format_share, parse_duration, parse_rate, parse_share
+from npugrad_client.bench.units import (
+    format_rate,
+    format_seconds,
+    format_share,
+    parse_duration,
+    parse_rate,
+    parse_share,
+)
 
 if TYPE_CHECKING:
     from npugrad_client.bench.result import Result
@@ -61,7 +68,7 @@ class Objective:
         """Formats a value with its unit."""
         if self.is_latency:
             return format_seconds(value)
-        return f"{value:.1f}/s" if self.name == "throughput" else format_share(value)
+        return format_rate(value) if self.name == "throughput" else format_share(value)
 
 
 ObjectiveVerdict = Literal["met", "missed", "not judged"]

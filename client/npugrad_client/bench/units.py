@@ -65,6 +65,11 @@ def format_seconds(seconds: float) -> str:
     return f"{_digits(seconds * 1e6)} us"
 
 
+def format_rate(per_s: float) -> str:
+    """Formats a rate with three significant digits."""
+    return f"{_digits(per_s) if per_s >= 1 else format(per_s, '.3g')}/s"
+
+
 def format_share(share: float) -> str:
     """Formats a share in percent."""
     return f"{share * 100:.3g} %"

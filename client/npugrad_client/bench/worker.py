@@ -16,6 +16,7 @@ from npugrad_client import AsyncClient
 from npugrad_client.bench.engine import Cpu, Engine, LoadProgress
 from npugrad_client.bench.interrupts import ENDING
 from npugrad_client.bench.record import Record
+from npugrad_client.bench.schedule import planned_end_s
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
@@ -119,7 +120,7 @@ async def _work(connection: Connection, scenario: Scenario, worker: int, servers
         await _readable(connection)
         order = _received(connection)
         if isinstance(order, Start):
-            record = Record(scenario.window_s)
+            record = Record(scenario.window_s, is_closed=scenario.is_closed, end_s=planned_end_s(scenario))
             engine = Engine(scenario, worker, send, record, order.epoch_s, servers.targets)
             await _measure(connection, engine)
 

@@ -176,8 +176,12 @@ def test_a_spreadsheet_has_a_row_for_each_window() -> None:
     ("text", "message"),
     [
         ("{", "Expecting property name"),
-        ("[]", "found format 'list'; expected 'npugrad-bench/1'"),
-        ('{"format": "npugrad-bench/1"}', "not a whole report: KeyError 'scenario'"),
+        ("[]", "found format 'list'; expected 'npugrad-bench/2'"),
+        ('{"format": "npugrad-bench/2"}', "not a whole report: KeyError 'scenario'"),
+        (
+            '{"format": "npugrad-bench/1"}',
+            "found format 'npugrad-bench/1'; expected 'npugrad-bench/2'. Measure again: rates were",
+        ),
         ('{"format": "other"}', "found format 'other'"),
     ],
 )

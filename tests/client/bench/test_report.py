@@ -7,13 +7,12 @@ import io
 import json
 import re
 from dataclasses import replace
-from functools import partial
 from html.parser import HTMLParser
 from typing import Any
 
 import pytest
 from rich.console import Console
-from tests.client.bench.made import GRID, answer, result, scenario
+from tests.client.bench.made import GRID, answer, printed, result, scenario, shown
 
 from npugrad_client.bench.charts import Series, bar_chart, line_chart, number, stack_chart, ticks
 from npugrad_client.bench.compare import compare
@@ -23,7 +22,7 @@ from npugrad_client.bench.record import Record
 from npugrad_client.bench.report_html import CLOSED_CAUTION, page
 from npugrad_client.bench.result import Result
 from npugrad_client.bench.scenario import LoadStage, WeightedWorkload
-from npugrad_client.bench.show import show_comparison, show_result
+from npugrad_client.bench.show import show_comparison
 from npugrad_client.bench.slo import Slo
 
 VOID = {"meta", "br"}
@@ -189,19 +188,10 @@ def test_numbers_for_people() -> None:
     assert {value: number(value) for value in shown} == shown
 
 
-def printed(show: Any, what: Any, width: int = 200) -> str:
-    file = io.StringIO()
-    show(Console(file=file, width=width), what)
-    return file.getvalue()
-
-
-shown = partial(printed, show_result)
-
-
 def test_the_terminal_says_what_matters() -> None:
     two = (GRID, WeightedWorkload("group_norm_backward"))
     text = shown(result(workloads=two, slo=Slo.parse("p50=1s,p99=1ms")))
-    assert "100 a second (open loop, constant), 20.0 s: 2000 answers, 9" in text
+    assert "100 a second (open loop, constant), 20.0 s: 2000 answers, 100.0/s" in text
     assert "network, front process, client" in text
     assert "met: p50: 19.9 ms" in text
     assert "MISSED: p99:" in text

@@ -108,7 +108,8 @@ def test_no_more_callers_than_asked_for_in_a_closed_loop() -> None:
     assert (result.intended, result.answered) == (61, 61)
     assert 1 <= most[0] <= 3
     assert result.duration_s < 120, "the calls were up before the time"
-    assert result.throughput_per_s == pytest.approx(61 / result.elapsed_s)
+    # Each worker's rate counts until its own calls are up.
+    assert 61 / result.elapsed_s <= result.throughput_per_s <= 61 / result.duration_s
 
 
 def test_a_server_that_stalls_is_sent_to_all_the_same_and_too_much_is_dropped() -> None:
