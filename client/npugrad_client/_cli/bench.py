@@ -328,7 +328,7 @@ def _first_rate(scenario: Scenario, server: Servers) -> Scenario:
         raise capacity.Died(str(error)) from error
     guess = _trial(capacity.first_guess(scenario, max(4, 3 * devices)), server)
     out.print(f"a closed loop reaches {format_rate(guess.throughput_per_s)}")
-    return capacity.at_rate(replace(scenario, arrival="constant"), max(guess.throughput_per_s, 0.1))
+    return capacity.at_rate(scenario, max(guess.throughput_per_s, 1 / scenario.duration_s))
 
 
 @app.command()

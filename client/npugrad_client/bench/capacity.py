@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from npugrad_client.bench.bottleneck import client_bound
-from npugrad_client.bench.scenario import MAX_RATE, LoadStage, check
+from npugrad_client.bench.scenario import MAX_RATE, LoadStage, ScenarioError, check
 from npugrad_client.bench.slo import Slo
 
 if TYPE_CHECKING:
@@ -83,6 +83,7 @@ class Capacity:
         is_settled: Whether the search finished within its trials.
         is_interrupted: Whether it was interrupted.
         died: Why a trial died, which ended the search; empty if none did.
+        too_short: Why a trial was too short, which ended the search; empty if none was.
     """
 
     trials: list[CapacityTrial] = field(default_factory=list)
@@ -91,6 +92,7 @@ class Capacity:
     is_settled: bool = True
     is_interrupted: bool = False
     died: str = ""
+    too_short: str = ""
 
     def _counts(self) -> tuple[Counter[float], Counter[float]]:
         """Trials that were met, and missed, by rate."""
@@ -131,6 +133,8 @@ class Capacity:
             return "The search was interrupted before it found a rate that meets the objectives."
         if not self.rate and self.is_client_limited:
             return "No rate was found: the client cannot send at the rates it would have to try."
+        if not self.rate and self.too_short:
+            return f"No rate was found: {self.too_short}"
         if not self.rate and not self.is_settled:
             return "No rate was found: the server is too unsteady, or the trials too short."
         if not self.rate:
@@ -148,6 +152,8 @@ class Capacity:
             text += f"; not confirmed, because the search failed: {self.died}"
         elif self.is_interrupted:
             text += "; interrupted: the capacity may be higher, and was not confirmed"
+        elif self.too_short:
+            text += f"; not confirmed: {self.too_short}"
         elif not self.is_settled:
             text += "; not converged: the server is too unsteady, or the trials too short"
         return text
@@ -163,6 +169,7 @@ class Capacity:
             "settled": self.is_settled,
             "interrupted": self.is_interrupted,
             "died": self.died,
+            "too_short": self.too_short,
             "trials": [
                 {
                     "rate": trial.rate,
@@ -190,6 +197,10 @@ class Interrupted(Ended):
 
 class Died(Ended):
     """A trial could not be carried out; the message says why."""
+
+
+class TooShort(Ended):
+    """A trial at this rate has too few calls; the message says how many it takes."""
 
 
 class TrialsUsedUp(Exception):
@@ -242,6 +253,8 @@ class Search:
         self.found.is_settled = False
         if isinstance(ended, Interrupted):
             self.found.is_interrupted = True
+        elif isinstance(ended, TooShort):
+            self.found.too_short = str(ended)
         else:
             self.found.died = str(ended)
 
@@ -299,8 +312,16 @@ def check_precision(precision: float) -> None:
 
 
 def at_rate(scenario: Scenario, rate: float) -> Scenario:
-    """Returns a scenario at a constant rate, with the same duration."""
-    return replace(scenario, stages=(LoadStage(rate, rate, scenario.duration_s),))
+    """Returns a scenario as an open loop at one rate, with the same duration.
+
+    Raises:
+        TooShort: At this rate it has no call.
+    """
+    arrival = "constant" if scenario.is_closed else scenario.arrival
+    try:
+        return replace(scenario, arrival=arrival, stages=(LoadStage(rate, rate, scenario.duration_s),))
+    except ScenarioError as error:
+        raise TooShort(str(error)) from None
 
 
 def first_guess(scenario: Scenario, in_flight: int) -> Scenario:

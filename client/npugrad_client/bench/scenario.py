@@ -15,6 +15,7 @@ from npugrad.ops import OPERATORS
 from npugrad.products import Product
 from npugrad.recipe import recipes
 from npugrad.validation import validate_call
+from npugrad_client.bench.units import format_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -37,6 +38,8 @@ MAX_OPERAND_BYTES = 2**31 - 1
 Inputs = Literal["data", "recipe"]
 INPUTS: tuple[Inputs, ...] = ("data", "recipe")
 _WEEK_S = 7 * 86400
+_ROUNDING = 1e-3
+"""So that what a message shows, with four digits, is enough."""
 NOT_SIZES = ("dtype", "product")
 """Keywords of every record's `build` that are not sizes."""
 
@@ -273,6 +276,8 @@ class Scenario:
         check(self.seed >= 0, "seed", self.seed, "0 or more")
         for stage in self.stages:
             self._check_stage(stage)
+        if self.arrival in ("constant", "poisson"):
+            self._check_calls()
         self._check_names()
         if not self.window_s:
             object.__setattr__(self, "window_s", _window_s(self.duration_s))
@@ -307,6 +312,17 @@ class Scenario:
             check(math.isfinite(level) and 0 <= level <= most, key, level, f"0 to {most:g}")
             check(not self.is_closed or level == int(level), key, level, "a whole number of calls")
         check(max(stage.start, stage.end) > 0, key, stage.start, "above 0 somewhere in the stage")
+
+    def _check_calls(self) -> None:
+        """Rejects a duration without a whole call, which cannot have the rate."""
+        calls = sum((stage.start + stage.end) / 2 * stage.duration_s for stage in self.stages)
+        rate = calls / self.duration_s
+        if calls < 1 - _ROUNDING:
+            raise ScenarioError(
+                f"duration: found {format_seconds(self.duration_s)} at a rate of {rate:.4g}/s, which is "
+                f"{calls:.3g} calls; expected 1 or more: use a duration of at least {1 / rate:.4g} s, "
+                f"or a rate of at least {1 / self.duration_s:.4g}/s"
+            )
 
     @property
     def is_closed(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from npugrad_client.bench.capacity import (
     CapacityTrial,
     Interrupted,
     Search,
+    TooShort,
     at_rate,
     backlog_growth,
     first_guess,
@@ -132,6 +134,8 @@ def test_trials_keep_all_of_the_scenario_but_the_rate() -> None:
     tried = at_rate(made, 77)
     kept = [tried.level(1), tried.arrival, tried.duration_s, tried.workers, tried.seed]
     assert kept == [77, "poisson", 4, 2, 9]
+    from_closed = at_rate(scenario("closed", 1, 0.5), 7)
+    assert (from_closed.arrival, from_closed.level(0.1)) == ("constant", 7)
     guess = first_guess(made, 6)
     assert (guess.is_closed, guess.level(1), guess.duration_s) == (True, 6, 2)
 
@@ -148,6 +152,21 @@ def test_an_interrupt_ends_the_search_with_what_it_has() -> None:
     assert 100 <= found.rate <= 150
     assert str(found).endswith("; interrupted: the capacity may be higher, and was not confirmed")
     assert found.as_dict()["interrupted"] is True
+
+
+def test_a_trial_too_short_for_its_rate_ends_the_search_and_says_so() -> None:
+    def measure(rate: float) -> CapacityTrial:
+        if not 60 < rate < 110:
+            raise TooShort("a trial has 3 calls.")
+        return trial(rate, rate < 80)
+
+    found = Search(measure).run(50)
+    assert str(found) == "No rate was found: a trial has 3 calls."
+    assert (found.as_dict()["too_short"], found.as_dict()["settled"]) == ("a trial has 3 calls.", False)
+    assert Search(measure).run(70).is_settled
+    found = Search(lambda rate: replace(measure(rate), complaints=())).run(100)
+    assert str(found).endswith("; not confirmed: a trial has 3 calls.")
+    assert found.rate == 100
 
 
 def test_a_server_without_end_is_searched_up_to_what_can_be_asked_for() -> None:

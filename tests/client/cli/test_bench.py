@@ -213,6 +213,12 @@ def test_the_help_tells_every_exit_status() -> None:
         ("--poisson", "--poisson needs --rate"),
         ("--poisson --concurrency 2", "--poisson needs --rate"),
         ("--rate 5 --duration 0s", "--duration: found 0.0; expected above 0 s"),
+        (
+            "--rate 50 --duration 500us",
+            "--duration: found 500 us at a rate of 50/s, which is 0.025 calls; expected 1 or more: use a "
+            "duration of at least 0.02 s, or a rate of at least 2000/s",
+        ),
+        ("--rate 0:0.3 --poisson --duration 6s", "found 6.00 s at a rate of 0.15/s, which is 0.9 calls"),
         ("--concurrency 0.4", "--concurrency: found 0.4; expected a whole number of calls"),
         ("--inputs bits", "--inputs: found 'bits'; expected data, recipe"),
         ("--digest", "--digest: needs recipes as inputs"),
@@ -282,7 +288,8 @@ def test_calls_that_the_warm_up_took_all_are_told(load: str) -> None:
 @pytest.mark.parametrize("warm_up", ["--warm-up=", "--warm-up=200ms"])
 def test_calls_that_were_never_due_are_not_told_as_the_warm_ups(warm_up: str) -> None:
     with fake_service() as service:
-        flags = ["--rate", "0.001", "--poisson", "--calls", "5", "--duration", "200ms", warm_up]
+        # A call is due on average, and none with this seed.
+        flags = ["--rate", "5", "--poisson", "--seed", "8", "--calls", "5", "--duration", "200ms", warm_up]
         done = run("bench", *flags, ALL_THE_SAME, target=service.address)
     assert done.exit_code == 1
     assert "0 answers" in done.stdout
