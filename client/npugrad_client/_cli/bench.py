@@ -189,7 +189,8 @@ def _measure(
     if not result.answered:
         return FAILED
     if result.outcomes:
-        return 0 if all(outcome.is_met for outcome in result.outcomes) else MISSED
+        verdicts = {outcome.verdict for outcome in result.outcomes}
+        return MISSED if "missed" in verdicts else INVALID if "not judged" in verdicts else 0
     return 0 if result.succeeded else FAILED
 
 

@@ -16,7 +16,8 @@ STATUSES: Mapping[int, str] = {
     FAILED: "no answers, or calls failed and no objective allows failures",
     USAGE: "wrong usage",
     MISSED: "an objective was missed",
-    INVALID: "the client was the bottleneck, or a search did not converge",
+    INVALID: "no verdict: the client was the bottleneck, an objective had too few calls to be judged, or a "
+    "search did not converge",
     INTERRUPTED: "interrupted, by Ctrl-C or SIGTERM",
     DIED: "died: the first call failed, or a process of the load test ended",
     GIVEN_UP: "stopped at once by a second interrupt",
@@ -32,7 +33,8 @@ _VERBATIM = "\b\n"
 """Makes the command-line library keep the lines of a paragraph."""
 _WRITTEN = (
     "Requested reports are written whatever the status, except after wrong usage. After 4, 5, 6 and "
-    "130 they say what happened, count no objective as met, and are refused by `compare`."
+    "130 they say what happened. If the client was the bottleneck, and after 5, 6 and 130, they count no "
+    "objective as met, and are refused by `compare`."
 )
 _EXAMPLES = (
     f"{_VERBATIM}Examples:\n"

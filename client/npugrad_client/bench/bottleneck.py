@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from npugrad_client.bench.sketch import count_for
 from npugrad_client.bench.units import format_seconds, format_share
 
 if TYPE_CHECKING:
@@ -36,9 +37,9 @@ def client_bound(result: Result) -> tuple[str, ...]:
         ):
             late_s, limit_s = late.percentile_s(percentile), max(share * latency, _SLACK_S)
             if late_s > limit_s:
+                where = f"at p{percentile:g}" if late.count >= count_for(percentile) else "at most"
                 reasons.append(
-                    f"{what} late: by {format_seconds(late_s)} at p{percentile:g} "
-                    f"(limit: {format_seconds(limit_s)})"
+                    f"{what} late: by {format_seconds(late_s)} {where} (limit: {format_seconds(limit_s)})"
                 )
     for worker, cpu in enumerate(result.cpus):
         if cpu.loop_share > _LOOP_SHARE:

@@ -35,26 +35,36 @@ class CapacityTrial:
         complaints: Why the server cannot sustain this rate; empty if it can.
         client_bound: Why the client was the bottleneck, if it was.
         throughput_per_s: Successful answers per second.
+        unjudged: Which objectives had too few calls to be judged, and how long a trial takes for them; empty
+            if none had.
     """
 
     rate: float
     complaints: tuple[str, ...] = ()
     client_bound: tuple[str, ...] = ()
     throughput_per_s: float = 0.0
+    unjudged: str = ""
 
     @property
     def is_met(self) -> bool:
         """Whether the server sustained it."""
-        return not self.complaints
+        return not self.complaints and not self.unjudged
 
 
 def judge(result: Result, rate: float, slo: Slo) -> CapacityTrial:
     """Checks one run against the objectives, and for a growing queue."""
-    complaints = [str(outcome) for outcome in slo.judge(result) if not outcome.is_met]
+    outcomes = slo.judge(result)
+    few = [outcome for outcome in outcomes if outcome.has_too_few]
+    complaints = [str(outcome) for outcome in outcomes if not outcome.is_met and outcome not in few]
     grown, allowed = backlog_growth(result), _allowed_growth(result)
     if grown > allowed:
         complaints.append(f"the queue grew by {grown:.0f} calls (limit: {allowed:.0f})")
-    return CapacityTrial(rate, tuple(complaints), client_bound(result), result.throughput_per_s)
+    unjudged = ""
+    if few and not complaints:
+        needed_s = max(outcome.objective.calls_needed for outcome in few) / rate
+        told = "; ".join(str(outcome) for outcome in few)
+        unjudged = f"at {rate:.4g}/s, {told}; use a duration of at least {needed_s:.4g} s"
+    return CapacityTrial(rate, tuple(complaints), client_bound(result), result.throughput_per_s, unjudged)
 
 
 def backlog_growth(result: Result) -> float:
@@ -268,6 +278,8 @@ class Search:
             trial = self._measure(rate)
         if trial.client_bound:
             raise ClientLimited
+        if trial.unjudged:
+            raise TooShort(trial.unjudged)
         self.found.trials.append(trial)
         return trial.is_met
 

@@ -16,7 +16,7 @@ import numpy as np
 from npugrad_client.bench.flaws import flaws
 from npugrad_client.bench.record import Window
 from npugrad_client.bench.scenario import ScenarioError, check, shown
-from npugrad_client.bench.sketch import bucket_s
+from npugrad_client.bench.sketch import bucket_s, count_for
 from npugrad_client.bench.units import format_rate, format_seconds, format_share
 
 if TYPE_CHECKING:
@@ -166,7 +166,8 @@ def compare(
     if told and not allow_flawed:
         raise ScenarioError(f"{' '.join(told)} Compare runs without flaws, or use --allow-flawed.")
     runs = [_Run(a, "A"), _Run(b, "B")]
-    metrics = [*_PERCENTILES, *(["throughput"] if a.is_closed else []), "errors"]
+    told_by_both = [name for name, p in _PERCENTILES.items() if min(r.answers for r in runs) >= count_for(p)]
+    metrics = [*told_by_both, *(["throughput"] if a.is_closed else []), "errors"]
     deciding = [name for name in metrics if name not in _SHOWN_ONLY]
     tail = (1 - confidence) / len(deciding) / 2  # all intervals jointly, not each by itself
     found = [_difference(name, runs, tail, margin) for name in metrics]
@@ -204,6 +205,7 @@ class _Run:
         self.counts = np.array(
             [[w.latency.counts[index] for index in self.buckets] for w in kept], np.float64
         )
+        self.answers = int(self.counts.sum())
         self.intended = np.array([window.tally.intended for window in kept], np.float64)
         self.wrong = self.intended - np.array([window.tally.answered for window in kept], np.float64)
         self.completed = np.array([window.completed for window in kept], np.float64)

@@ -10,7 +10,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from npugrad_client.bench.sketch import Sketch
+from npugrad_client.bench.sketch import Sketch, known_s
 from npugrad_client.bench.units import format_seconds
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class Recent:
     def __init__(self, scenario: Scenario) -> None:
         self._scenario = scenario
         self._said: deque[tuple[float, LoadProgress]] = deque()
-        self._tails: deque[float] = deque(maxlen=_COLUMNS)
+        self._slowest: deque[float] = deque(maxlen=_COLUMNS)
         self._total: Counter[str] = Counter()
         self._second = 0.0
         self.at_s = -scenario.warm_up_s
@@ -52,7 +52,7 @@ class Recent:
             self._total[name] += getattr(progress, name)
         if at_s >= self._second + 1.0:
             self._second = at_s
-            self._tails.append(self._latency(1.0).percentile_s(99.0))
+            self._slowest.append(self._latency(1.0).percentile_s(100.0))
 
     def _latency(self, span_s: float) -> Sketch:
         merged = Sketch()
@@ -73,9 +73,9 @@ class Recent:
         table = Table.grid(padding=(0, 3, 0, 0))
         table.add_row("time", self._bar())
         table.add_row("rate", f"{rates['intended']:.1f}/s sent, {rates['answered']:.1f}/s answered")
-        shown = [f"p{p:g} {format_seconds(latency.percentile_s(p))}" for p in (50.0, 99.0)]
+        shown = [f"p{p:g} {format_seconds(known_s(latency, p))}" for p in (50.0, 99.0)]
         table.add_row("latency", f"{', '.join(shown)} in the last {_SPAN_S:g} s" if latency.count else "-")
-        table.add_row("p99", self._spark())
+        table.add_row("slowest", self._spark())
         table.add_row("in flight", str(sum(last)))
         wrong = self._total["failed"] + self._total["dropped"]
         text = (
@@ -92,10 +92,10 @@ class Recent:
         return f"{'━' * filled}{'─' * (_BAR_WIDTH - filled)} {part}"
 
     def _spark(self) -> str:
-        top = max(self._tails, default=0.0)
+        top = max(self._slowest, default=0.0)
         if not top:
             return "-"
-        bars = "".join(_BARS[round(each / top * (len(_BARS) - 1))] for each in self._tails)
+        bars = "".join(_BARS[round(each / top * (len(_BARS) - 1))] for each in self._slowest)
         return f"{bars} up to {format_seconds(top)}"
 
 

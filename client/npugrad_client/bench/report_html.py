@@ -10,6 +10,8 @@ from npugrad_client.bench.charts import Series, bar_chart, line_chart, stack_cha
 from npugrad_client.bench.flaws import flaws
 from npugrad_client.bench.rates import bins
 from npugrad_client.bench.record import STAGES
+from npugrad_client.bench.result import PERCENTILES, few_answers
+from npugrad_client.bench.sketch import count_for, known_s
 from npugrad_client.bench.slo import Slo
 from npugrad_client.bench.stylesheet import CSS
 from npugrad_client.bench.units import format_rate, format_seconds, format_share
@@ -83,21 +85,22 @@ def _verdict(result: Result) -> str:
         return ""
     kinds = {"met": "good", "missed": "bad", "not judged": "bad"}
     items = "".join(f'<li class="{kinds[o.verdict]}">{escape(str(o))}</li>' for o in outcomes)
-    # One missed objective decides for all, and a flawed run judges none.
-    text = next((v for v in ("not judged", "missed") if any(o.verdict == v for o in outcomes)), "met")
+    # One missed objective decides for all.
+    text = next((v for v in ("missed", "not judged") if any(o.verdict == v for o in outcomes)), "met")
     return f'<p class="verdict {kinds[text]}">Objectives {text}</p><ul>{items}</ul>'
 
 
 def _tiles(result: Result) -> str:
     latency = result.record.latency
     tiles = [("answers a second", format_rate(result.throughput_per_s).removesuffix("/s"))]
-    tiles += [(f"p{p:g}", format_seconds(latency.percentile_s(p))) for p in (50.0, 90.0, 99.0, 99.9)]
+    tiles += [(f"p{p:g}", format_seconds(known_s(latency, p))) for p in PERCENTILES]
     tiles += [
         ("max", format_seconds(latency.percentile_s(100.0))),
         ("not served", format_share(result.error_share)),
     ]
     shown = "".join(f'<div class="tile"><b>{escape(v)}</b><span>{escape(n)}</span></div>' for n, v in tiles)
-    return f'<div class="tiles">{shown}</div>'
+    note = few_answers(result) if result.answered else ""
+    return f'<div class="tiles">{shown}</div>' + (f'<p class="faint">{escape(note)}</p>' if note else "")
 
 
 def _windows(result: Result) -> list[tuple[float, Window]]:
@@ -111,11 +114,10 @@ def _over_time(result: Result) -> str:
     windows = _windows(result)
     begin = 0.0 if result.scenario["warm_up_s"] else None
     lines = [
-        Series(
-            name, [1e3 * w.latency.percentile_s(p) if w.latency.count else None for _, w in windows], color
-        )
+        Series(name, [_milliseconds(known_s(w.latency, p)) for _, w in windows], color)
         for name, p, color in (("max", 100.0, 4), ("p99", 99.0, 1), ("p50", 50.0, 0))
     ]
+    lines = [line for line in lines if any(y is not None for y in line.ys)]
     latencies = line_chart(
         f"Latency by {_start(result)}, ms",
         "seconds",
@@ -126,6 +128,10 @@ def _over_time(result: Result) -> str:
         is_log=True,
     )
     return f"<h2>Over time</h2>{latencies}{_rates(result, begin)}"
+
+
+def _milliseconds(seconds: float | None) -> float | None:
+    return None if seconds is None else 1e3 * seconds
 
 
 def _rates(result: Result, begin: float | None) -> str:
@@ -157,7 +163,7 @@ def _limit(result: Result) -> tuple[str, float] | None:
 
 def _distribution(result: Result) -> str:
     """Percentiles on a scale on which each further nine takes the same room."""
-    points = [p for p in _CURVE if (100 - p) / 100 * result.answered >= 1]
+    points = [p for p in _CURVE if result.answered >= count_for(p)]
     xs = [-math.log10(1 - p / 100) for p in points]
     wanted = {0: "0", 50: "50", 90: "90", 99: "99", 99.9: "99.9", 99.99: "99.99"}
     record = result.record
@@ -180,7 +186,7 @@ def _distribution(result: Result) -> str:
     rows = [
         (
             name,
-            *(format_seconds(d.percentile_s(p)) for p in (50.0, 90.0, 99.0, 99.9, 100.0)),
+            *(format_seconds(known_s(d, p)) for p in (*PERCENTILES, 100.0)),
             format_seconds(d.mean_s),
         )
         for name, d in measured
@@ -224,7 +230,7 @@ def _stages(result: Result) -> str:
             STAGE_NAMES[stage],
             format_seconds(means[stage]),
             f"{means[stage] / whole:.1%}",
-            *(format_seconds(result.record.stages[stage].percentile_s(p)) for p in (50.0, 99.0)),
+            *(format_seconds(known_s(result.record.stages[stage], p)) for p in (50.0, 99.0)),
         )
         for stage in STAGES
     ]
@@ -243,7 +249,7 @@ def _parts(title: str, what: str, parts: dict[str, Part], result: Result) -> str
             str(part.tally.answered),
             str(sum(part.tally.failed.values()) + part.tally.dropped),
             f"{result.running_share(part):.1%}",
-            *(format_seconds(part.latency.percentile_s(p)) for p in (50.0, 99.0, 100.0)),
+            *(format_seconds(known_s(part.latency, p)) for p in (50.0, 99.0, 100.0)),
         )
         for name, part in sorted(parts.items())
     ]

@@ -14,6 +14,7 @@ from npugrad_client.bench.flaws import flaws
 from npugrad_client.bench.record import DEADLINE_REASON, STAGES, Part, Record
 from npugrad_client.bench.scenario import ScenarioError
 from npugrad_client.bench.scenario_file import read_text
+from npugrad_client.bench.sketch import count_for, known_s
 from npugrad_client.bench.slo import Slo
 from npugrad_client.bench.throughput import evenness
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
+    from npugrad_client.bench.sketch import Distribution
     from npugrad_client.bench.slo import ObjectiveResult
 
 FORMAT = "npugrad-bench/2"
@@ -140,7 +142,7 @@ class Result:
         return {stage: self.record.stage_sums[stage] / max(self.answered, 1) for stage in STAGES}
 
     def summary(self) -> dict[str, Any]:
-        """The figures most people want; times in seconds."""
+        """The figures most people want; times in seconds, None for percentiles of too few calls."""
         record = self.record
         return {
             "intended": self.intended,
@@ -225,14 +227,15 @@ class Result:
                 tally.dropped,
                 f"{window.completed:.9g}",
             ]
-            row += [f"{window.latency.percentile_s(p):.6g}" for p in PERCENTILES]
+            known = (known_s(window.latency, p) for p in PERCENTILES)
+            row += ["" if seconds is None else f"{seconds:.6g}" for seconds in known]
             row += [f"{seconds / answered:.6g}" for seconds in window.stages]
             writer.writerow(row)
         return file.getvalue()
 
 
 def _server_figures(part: Part) -> dict[str, Any]:
-    latency = {f"p{p:g}": part.latency.percentile_s(p) for p in PERCENTILES}
+    latency = {f"p{p:g}": known_s(part.latency, p) for p in PERCENTILES}
     tally = part.tally
     return {
         "sent": tally.intended,
@@ -254,8 +257,17 @@ def _check_scenario(scenario: Any) -> Any:
     return scenario
 
 
-def _figures(distribution: Any) -> dict[str, float]:
-    values = {f"p{p:g}": distribution.percentile_s(p) for p in PERCENTILES}
+def few_answers(result: Result) -> str:
+    """Says which percentiles are left out, and how many answers these take; empty if none is."""
+    left_out = [p for p in PERCENTILES if result.answered < count_for(p)]
+    if not left_out:
+        return ""
+    takes = (f"p{p:g} ({'it takes ' * (p == left_out[0])}{count_for(p)})" for p in left_out)
+    return f"-: too few answers for {', '.join(takes)}"
+
+
+def _figures(distribution: Distribution) -> dict[str, float | None]:
+    values = {f"p{p:g}": known_s(distribution, p) for p in PERCENTILES}
     return {**values, "max": distribution.percentile_s(100.0), "mean": distribution.mean_s}
 
 

@@ -11,6 +11,8 @@ from npugrad_client.bench.bottleneck import ADVICE
 from npugrad_client.bench.compare import ERROR_MARGIN
 from npugrad_client.bench.flaws import flaws
 from npugrad_client.bench.report_html import CLOSED_CAUTION, STAGE_NAMES
+from npugrad_client.bench.result import few_answers
+from npugrad_client.bench.sketch import known_s
 from npugrad_client.bench.units import format_rate, format_seconds, format_share
 
 if TYPE_CHECKING:
@@ -35,12 +37,17 @@ def show_result(console: Console, result: Result) -> None:
     table = Table(box=None, padding=(0, 3, 0, 0))
     for name in ("latency", "ms", "stage, mean", "ms"):
         table.add_column(name, justify="right" if name == "ms" else "left")
-    latency = [(name, f"{seconds * 1e3:.3f}") for name, seconds in values["latency_s"].items()]
+    latency = [
+        (name, "-" if seconds is None else f"{seconds * 1e3:.3f}")
+        for name, seconds in values["latency_s"].items()
+    ]
     stages = [(STAGE_NAMES[name], f"{s * 1e3:.3f}") for name, s in values["stages_mean_s"].items()]
     for left, right in zip_longest(latency, stages, fillvalue=("", "")):
         table.add_row(*left, *right)
     if result.answered:
         console.print(table)
+        if note := few_answers(result):
+            console.print(note, soft_wrap=True)
     for name, part in sorted(result.record.workloads.items()):
         if len(result.record.workloads) > 1:
             console.print(f"{name}: {part.tally.answered} answers{_times(part)}", soft_wrap=True)
@@ -56,7 +63,8 @@ def show_result(console: Console, result: Result) -> None:
 def _times(part: Part) -> str:
     if not part.tally.answered:
         return ""
-    return "".join(f", p{p:g} {format_seconds(part.latency.percentile_s(p))}" for p in (50.0, 99.0))
+    known = ((p, known_s(part.latency, p)) for p in (50.0, 99.0))
+    return "".join(f", p{p:g} {format_seconds(seconds)}" for p, seconds in known if seconds is not None)
 
 
 def _load(result: Result) -> str:
@@ -109,6 +117,8 @@ def refusal(reasons: Sequence[str]) -> str:
 def show_trial(console: Console, trial: CapacityTrial) -> None:
     """Prints one run of a search."""
     said = "met" if trial.is_met else f"missed: {'; '.join(trial.complaints)}"
+    if trial.unjudged:
+        said = f"not judged: {trial.unjudged}"
     if trial.client_bound:
         said = f"not counted, the client was the bottleneck: {'; '.join(trial.client_bound)}"
     console.print(f"{trial.rate:8.4g}/s  {trial.throughput_per_s:8.4g}/s answered  {said}", soft_wrap=True)

@@ -25,6 +25,16 @@ def rank_of(percentile: float, count: int) -> int:
     return max(math.ceil(count * percentile / 100 - 1e-9), 1)
 
 
+def count_for(percentile: float) -> int:
+    """How many values it takes to tell a percentile: as many as have one beyond it, 100 for the 99th."""
+    return math.ceil(round(100 / (100 - percentile), 6)) if percentile < 100 else 1
+
+
+def known_s(values: Distribution | Sketch, percentile: float) -> float | None:
+    """A percentile in seconds, 100 for the maximum; None if there are too few values."""
+    return values.percentile_s(percentile) if values.count >= count_for(percentile) else None
+
+
 class Distribution:
     """An HDR histogram of seconds: 1 us to a day, three digits."""
 

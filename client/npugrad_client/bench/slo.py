@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from npugrad_client.bench.flaws import spoiling
-from npugrad_client.bench.sketch import rank_of
+from npugrad_client.bench.sketch import count_for, rank_of
 from npugrad_client.bench.units import (
     format_rate,
     format_seconds,
@@ -44,6 +44,11 @@ class Objective:
     def is_latency(self) -> bool:
         """Whether the limit is in seconds."""
         return self.name in _LATENCIES or _PERCENTILE.fullmatch(self.name) is not None
+
+    @property
+    def calls_needed(self) -> int:
+        """How many calls it takes to judge it, answered or not; 0 if it is not a percentile."""
+        return count_for(float(self.name[1:])) if _PERCENTILE.fullmatch(self.name) else 0
 
     def measured(self, result: Result) -> float:
         """Measured value in a run, in the limit's unit.
@@ -81,19 +86,28 @@ class ObjectiveResult:
     Attributes:
         objective: The objective.
         measured: The measured value, in its unit.
-        verdict: Whether it was met; not judged if the run has a flaw.
+        verdict: Whether it was met; not judged if the run has a flaw, or too few calls.
+        answers: Calls that succeeded.
+        unserved: Calls that failed or were dropped.
         unserved_share: Share of the calls that failed or were dropped.
     """
 
     objective: Objective
     measured: float
     verdict: ObjectiveVerdict
-    unserved_share: float = 0.0
+    answers: int
+    unserved: int
+    unserved_share: float
 
     @property
     def is_met(self) -> bool:
         """Whether the objective was met."""
         return self.verdict == "met"
+
+    @property
+    def has_too_few(self) -> bool:
+        """Whether there were too few calls to judge it."""
+        return self.answers + self.unserved < self.objective.calls_needed
 
     @property
     def label(self) -> str:
@@ -104,17 +118,29 @@ class ObjectiveResult:
         """Such as ``p99: 61.2 ms (objective: at most 50.0 ms)``."""
         bound = "at least" if self.objective.name == "throughput" else "at most"
         found, limit = (self.objective.format(v) for v in (self.measured, self.objective.limit))
-        if math.isinf(self.measured):
+        if self.has_too_few:
+            found = self._few()
+        elif math.isinf(self.measured):
             found = f"no answer, because {format_share(self.unserved_share)} of the calls were not served"
         return f"{self.objective.name}: {found} (objective: {bound} {limit})"
 
+    def _few(self) -> str:
+        needed = self.objective.calls_needed
+        if not self.unserved:
+            return f"not known from {self.answers} answer{'s' * (self.answers != 1)}, it takes {needed}"
+        calls = self.answers + self.unserved
+        return f"not known from {calls} calls, {self.answers} of them answered; it takes {needed}"
+
     def as_dict(self) -> dict[str, Any]:
-        """The outcome as JSON; None stands for infinity."""
+        """The outcome as JSON; None stands for infinity, and for what is not known."""
+        is_known = math.isfinite(self.measured) and not self.has_too_few
         return {
             "name": self.objective.name,
             "limit": self.objective.limit,
-            "measured": self.measured if math.isfinite(self.measured) else None,
+            "measured": self.measured if is_known else None,
             "verdict": self.verdict,
+            "calls": self.answers + self.unserved,
+            "calls_needed": self.objective.calls_needed,
         }
 
 
@@ -147,15 +173,20 @@ class Slo:
         return cls(tuple(found.values()))
 
     def judge(self, result: Result) -> tuple[ObjectiveResult, ...]:
-        """Compares a run with every objective; a run that has a flaw neither meets nor misses any."""
-        is_judged = not spoiling(result)
+        """Compares a run with every objective.
+
+        A run that has a flaw neither meets nor misses any, and one of too few calls no percentile.
+        """
+        counts = result.answered, result.failed + result.dropped, result.error_share
+        is_flawed = bool(spoiling(result))
         outcomes = []
         for objective in self.objectives:
             measured = objective.measured(result)
             at_least = objective.name == "throughput"
             is_met = measured >= objective.limit if at_least else measured <= objective.limit
-            verdict: ObjectiveVerdict = "not judged" if not is_judged else "met" if is_met else "missed"
-            outcomes.append(ObjectiveResult(objective, measured, verdict, result.error_share))
+            outcome = ObjectiveResult(objective, measured, "met" if is_met else "missed", *counts)
+            is_unjudged = is_flawed or outcome.has_too_few
+            outcomes.append(replace(outcome, verdict="not judged") if is_unjudged else outcome)
         return tuple(outcomes)
 
     def __str__(self) -> str:

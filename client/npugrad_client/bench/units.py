@@ -55,8 +55,10 @@ def parse_rate(value: str) -> float:
     return float(match["number"])
 
 
-def format_seconds(seconds: float) -> str:
-    """Formats a duration with three significant digits."""
+def format_seconds(seconds: float | None) -> str:
+    """Formats a duration with three significant digits; ``-`` for one that is not known."""
+    if seconds is None:
+        return "-"
     if not math.isfinite(seconds):
         return str(seconds)
     for unit, size in (("s", 1.0), ("ms", 1e-3)):

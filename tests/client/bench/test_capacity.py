@@ -129,6 +129,21 @@ def test_objectives_are_part_of_the_judgement() -> None:
     assert judge(failing, 100, UNLIMITED).complaints == ("errors: 0.05 % (objective: at most 0 %)",)
 
 
+def test_a_trial_with_too_few_calls_is_neither_met_nor_missed() -> None:
+    few = result(0.02, rate=5, duration_s=10)
+    told = judge(few, 5, Slo.parse("p99=1s"))
+    message = (
+        "at 5/s, p99: not known from 50 answers, it takes 100 (objective: at most 1.00 s); use a duration of "
+        "at least 20 s"
+    )
+    assert (told.unjudged, told.complaints, told.is_met) == (message, (), False)
+    found = Search(lambda rate: told).run(5)
+    assert (str(found), found.is_settled) == (f"No rate was found: {message}", False)
+    missed = judge(few, 5, Slo.parse("p99=1s,mean=1ms"))
+    assert missed.complaints[0].startswith("mean: ")
+    assert Search(lambda rate: missed, most_trials=3).run(5).too_short == "", "another objective decides"
+
+
 def test_trials_keep_all_of_the_scenario_but_the_rate() -> None:
     made = scenario("poisson", 50, 4.0, workers=2, seed=9)
     tried = at_rate(made, 77)

@@ -58,6 +58,14 @@ def test_a_longer_tail_is_shown_and_decides_nothing() -> None:
     assert not p99.decides
 
 
+@pytest.mark.parametrize(("answers", "shown"), [(99, ["p50", "p90"]), (100, ["p50", "p90", "p99"])])
+def test_a_tail_that_one_of_the_runs_does_not_tell_is_not_shown(answers: int, shown: list[str]) -> None:
+    long, short = result(rate=50, duration_s=10), result(rate=answers / 10, duration_s=10)
+    short.scenario["load"][0][:] = long.scenario["load"][0]
+    found = compare(long, short).differences
+    assert [d.metric for d in found if d.metric.startswith("p")] == shown
+
+
 def test_more_errors_are_worse() -> None:
     failing = result(seed=2)
     for index in range(200):

@@ -67,6 +67,9 @@ def test_shipped_scenarios_are_legal_and_cover_the_operators() -> None:
     for name, made in shipped.items():
         assert made.name == name
         assert made.duration_s > 0
+        if made.slo and not made.is_closed:
+            calls = sum(at_s >= 0 for at_s, _ in schedule(made))
+            assert calls >= max(each.calls_needed for each in made.slo.objectives), "or none is judged"
         for workload in made.workloads:
             assert max(workload.nbytes) < 64 * 2**20, "a load test sends it many times"
     assert {each.operator for made in shipped.values() for each in made.workloads} == set(OPERATORS)

@@ -107,7 +107,32 @@ def test_a_percentile_among_the_answers_is_that_of_its_rank_among_all_calls() ->
     assert p90.measured == math.inf
     told = "p90.1: no answer, because 10 % of the calls were not served (objective: at most 1.00 s)"
     assert str(p90) == told
-    assert p90.as_dict() == {"name": "p90.1", "limit": 1.0, "measured": None, "verdict": "missed"}
+    assert p90.as_dict() == {
+        **{"name": "p90.1", "limit": 1.0, "measured": None, "verdict": "missed"},
+        **{"calls": 1000, "calls_needed": 11},
+    }
+
+
+@pytest.mark.parametrize(("percentile", "needed"), [(0, 1), (50, 2), (90, 10), (99, 100), (99.9, 1000)])
+def test_a_percentile_takes_as_many_calls_as_have_one_beyond_it(percentile: float, needed: int) -> None:
+    """Of fewer calls, it would be the slowest, however many a long run would have beyond the limit."""
+    name = f"p{percentile:g}"
+    (enough, _) = Slo.parse(f"{name}=1s").judge(failing(needed, 0))
+    assert (enough.verdict, enough.as_dict()["calls_needed"]) == ("met", needed)
+    if needed > 1:
+        for limit in ("1s", "1ms"):
+            (few, errors) = Slo.parse(f"{name}={limit}").judge(failing(needed - 1, 0))
+            assert (few.verdict, errors.verdict) == ("not judged", "met")
+            values = few.as_dict()
+            assert (values["measured"], values["calls"]) == (None, needed - 1)
+            assert f"{name}: not known from {needed - 1} answer" in str(few)
+
+
+def test_calls_that_were_not_served_count_among_those_that_a_percentile_takes() -> None:
+    few, known = (Slo.parse("p99=1s,errors=100%").judge(failing(60, count))[0] for count in (39, 40))
+    told = "p99: not known from 99 calls, 60 of them answered; it takes 100 (objective: at most 1.00 s)"
+    assert (few.verdict, str(few)) == ("not judged", told)
+    assert known.verdict == "missed"
 
 
 @pytest.mark.parametrize(

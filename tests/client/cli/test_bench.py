@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import csv
 import itertools
 import json
 import os
+import re
 import signal
 import tempfile
 import threading
@@ -84,7 +86,7 @@ def test_the_design_s_own_command_writes_every_report(tmp_path: Path) -> None:
 
 
 def _busy_every_third(*slo: str) -> Result:
-    """30 calls, of which the server refuses 10."""
+    """150 calls, of which the server refuses 50."""
     calls = itertools.count()
 
     def answer(record: OpRecord, request: Any, context: Context) -> Any:
@@ -93,7 +95,7 @@ def _busy_every_third(*slo: str) -> Result:
         return zeros(record, request, context)
 
     with fake_service(answer) as service:
-        load = ["--concurrency", "1", "--calls", "30", ALL_THE_SAME]
+        load = ["--concurrency", "1", "--calls", "150", ALL_THE_SAME]
         return run("bench", *load, *(f"--slo={each}" for each in slo), target=service.address)
 
 
@@ -101,11 +103,38 @@ def _busy_every_third(*slo: str) -> Result:
 def test_objectives_decide_the_exit_status() -> None:
     plain, kept, missed = (_busy_every_third(*flags) for flags in ((), ("errors=50%",), ("p99=1h",)))
     assert plain.exit_code == 1
-    assert "failed: 10 x QUEUE_FULL" in plain.stdout
+    assert "failed: 50 x QUEUE_FULL" in plain.stdout
     assert kept.exit_code == 0, kept.output
     assert missed.exit_code == 3
     assert "MISSED: errors: 33.3 % (objective: at most 0 %)" in missed.stdout
     assert "MISSED: p99: no answer, because 33.3 % of the calls were not served" in missed.stdout
+
+
+@pytest.mark.slow
+def test_objectives_that_few_calls_do_not_tell_are_not_met(tmp_path: Path) -> None:
+    """A missed one decides all the same."""
+    paths = {kind: tmp_path / f"report.{kind}" for kind in ("json", "csv", "html")}
+    flags = list(itertools.chain(*((f"--{kind}", str(path)) for kind, path in paths.items())))
+    with fake_service() as service:
+        load = ["--concurrency", "1", "--calls", "3", ALL_THE_SAME, "--target", service.address]
+        few = run("bench", *load, "--slo", "p99=1h,p50=1h", *flags)
+        missed = run("bench", *load, "--slo", "p99=1h,max=1us")
+    assert (few.exit_code, missed.exit_code) == (4, 3), few.output
+    told = "not judged: p99: not known from 3 answers, it takes 100 (objective: at most 3600 s)"
+    assert told in few.stdout
+    assert "met: p50: " in few.stdout
+    assert "too few answers for p90 (it takes 10), p99 (100), p99.9 (1000)" in few.stdout
+    assert re.search(r"^p50 +\d.*\np90 +- .*\np99 +- .*\np99.9 +- .*\nmax +\d", few.stdout, re.MULTILINE)
+    report = json.loads(paths["json"].read_text("utf-8"))
+    assert [each["verdict"] for each in report["objectives"]] == ["not judged", "met", "met"]
+    latency = report["summary"]["latency_s"]
+    assert [name for name, seconds in latency.items() if seconds is None] == ["p90", "p99", "p99.9"]
+    page = paths["html"].read_text("utf-8")
+    assert "Objectives not judged" in page
+    assert "too few answers for p90" in page
+    assert "<b>-</b><span>p99</span>" in page
+    rows = list(csv.DictReader(paths["csv"].read_text("utf-8").splitlines()))
+    assert {row["p99_s"] for row in rows} == {""}
 
 
 @pytest.mark.parametrize(
