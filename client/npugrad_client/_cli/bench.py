@@ -6,7 +6,7 @@ import json
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import takewhile
-from pathlib import Path  # noqa: TC003 - typer looks at the annotations
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -14,6 +14,7 @@ import typer
 from npugrad import OPERATORS, NpugradError
 from npugrad_client._cli import files
 from npugrad_client._cli.bench_scenario import DEFAULT_OPERATOR, scenario_of
+from npugrad_client._cli.bench_search import check_search, search_capacity
 from npugrad_client._cli.bench_status import (
     COMPARE_HELP,
     DIED,
@@ -22,7 +23,6 @@ from npugrad_client._cli.bench_status import (
     INTERRUPTED,
     INVALID,
     MISSED,
-    capacity_status,
 )
 from npugrad_client._cli.connection import (
     DEFAULT_TARGETS,
@@ -34,21 +34,19 @@ from npugrad_client._cli.connection import (
     servers_of,
     tls,
 )
-from npugrad_client._cli.terminal import err, fail, out, reporting
+from npugrad_client._cli.terminal import STDOUT, console_for, err, fail, out, reporting, write_json
 from npugrad_client.bench.interrupts import terminated_as_interrupted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from npugrad_client._tls import Servers
-    from npugrad_client.bench.capacity import Capacity
     from npugrad_client.bench.result import Result
     from npugrad_client.bench.scenario import Scenario
 
 app = typer.Typer()
 
 _EXTRA = "the extra `bench`: pip install 'npugrad[bench]'"
-_INFO_S = 10.0
 
 
 @app.callback(invoke_without_command=True, help=HELP)
@@ -111,7 +109,13 @@ def bench(
     allow_client_bound: Annotated[
         bool, typer.Option("--allow-client-bound", help="Report even if the client was the bottleneck.")
     ] = False,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the report as JSON.")] = None,
+    json_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--json",
+            help="Write the report as JSON; - for standard output, and all else to standard error.",
+        ),
+    ] = None,
     csv_file: Annotated[Path | None, typer.Option("--csv", help="Write a line for each time window.")] = None,
     html_file: Annotated[
         Path | None, typer.Option("--html", help="Write the report as an HTML page.")
@@ -148,12 +152,13 @@ def bench(
     }
     with terminated_as_interrupted(), reporting(DIED), _needing_extra():
         made = scenario_of(scenario, given)
-        for path in filter(None, (json_file, csv_file, html_file)):  # before the run, not after it
-            files.check_writable(path)
+        for path in (json_file if json_file != STDOUT else None, csv_file, html_file):
+            if path is not None:
+                files.check_writable(path)  # before the run, not after it
         server = servers_of(target, tls(encrypted, tls_ca, tls_certificate, tls_key))
         if find_capacity:
-            _check_search(precision, csv_file, html_file)
-            status = _find_capacity(made, server, precision, json_file, allow_client_bound)
+            check_search(precision, csv_file, html_file)
+            status = search_capacity(made, server, precision, json_file, allow_client_bound)
         else:
             status = _measure(made, server, (json_file, csv_file, html_file), allow_client_bound)
     raise typer.Exit(status)
@@ -183,7 +188,7 @@ def _measure(
     spoilt = spoiling(result)
     if [flaw.kind for flaw in spoilt] == ["client_bound"]:
         fail(show.refusal(client_bound(result)), INVALID)
-    show.show_result(out, result)
+    show.show_result(console_for(paths[0]), result)
     if spoilt:
         return DIED if result.died else INTERRUPTED
     if not result.answered:
@@ -217,119 +222,12 @@ def _write(result: Result, json_file: Path | None, csv_file: Path | None, html_f
     from npugrad_client.bench.report_html import page
 
     with held_back():  # no file is left half written
-        for path, make in (
-            (json_file, result.as_json),
-            (csv_file, result.as_csv),
-            (html_file, lambda: page(result)),
-        ):
-            if path is not None:
-                files.write_text(path, make())
-
-
-def _find_capacity(
-    scenario: Scenario, server: Servers, precision: float, json_file: Path | None, is_allowed: bool
-) -> int:
-    from npugrad_client.bench import capacity, show
-    from npugrad_client.bench.scenario import ScenarioError
-
-    slo = scenario.slo or capacity.UNLIMITED
-    if scenario.max_calls:
-        raise ScenarioError("--find-capacity: trials end by time, so leave out the number of calls")
-    if scenario.arrival == "trace" or len(scenario.stages) > 1:
-        raise ScenarioError(
-            "--find-capacity: the scenario has a trace or several stages; it needs one stage to scale"
-        )
-
-    def measure(rate: float) -> capacity.CapacityTrial:
-        result = _trial(capacity.at_rate(first, rate), server)
-        trial = capacity.judge(replace(result, is_client_bound_allowed=is_allowed), rate, slo)
-        if is_allowed:
-            trial = replace(trial, client_bound=())
-        show.show_trial(out, trial)
-        return trial
-
-    first = scenario
-    search = capacity.Search(measure, precision)
-    try:
-        first = _first_rate(scenario, server)
-        search.run(first.top_level)
-    except capacity.Ended as ended:
-        search.end(ended)
-    except KeyboardInterrupt:
-        search.end(capacity.Interrupted())
-        _write_search(search.found, first, json_file)
-        raise
-    show.show_capacity(out, search.found)
-    _write_search(search.found, first, json_file)
-    return capacity_status(search.found)
-
-
-def _write_search(found: Capacity, first: Scenario, json_file: Path | None) -> None:
-    """Writes the finding and the first trial's scenario; the other trials differ only in their rate."""
-    from npugrad_client.bench.interrupts import held_back
-
-    if json_file is not None:
-        values = {"scenario": first.as_dict(), **found.as_dict()}
-        with held_back():
-            files.write_text(json_file, json.dumps(values, indent=2) + "\n")
-
-
-def _trial(scenario: Scenario, server: Servers) -> Result:
-    """Makes one run of a search.
-
-    Raises:
-        Ended: The search must end: it was interrupted, or the run failed.
-    """
-    from npugrad_client.bench import capacity
-    from npugrad_client.bench.run import run
-
-    try:
-        result = run(scenario, server.targets, tls=server.tls)
-    except NpugradError as error:
-        raise capacity.Died(str(error)) from error
-    if result.is_interrupted:
-        raise capacity.Interrupted
-    if result.died:
-        raise capacity.Died(result.died)
-    return result
-
-
-def _check_search(precision: float, csv_file: Path | None, html_file: Path | None) -> None:
-    """Rejects options that a search does not support, before it takes minutes."""
-    from npugrad_client.bench.capacity import check_precision
-    from npugrad_client.bench.scenario import ScenarioError
-
-    for name, path in (("csv", csv_file), ("html", html_file)):
-        if path is not None:
-            raise ScenarioError(f"--{name} cannot be combined with --find-capacity, which writes --json only")
-    try:
-        check_precision(precision)
-    except ScenarioError as error:
-        raise ScenarioError(f"--{error}") from None
-
-
-def _first_rate(scenario: Scenario, server: Servers) -> Scenario:
-    """Returns the scenario as an open loop at the first rate: the given one, else that of a closed loop.
-
-    Raises:
-        Ended: The search must end.
-    """
-    from npugrad_client import Client
-    from npugrad_client.bench import capacity
-    from npugrad_client.bench.units import format_rate
-
-    if not scenario.is_closed:
-        return capacity.at_rate(scenario, scenario.top_level)
-    devices = 0
-    try:
-        for target in server.targets:
-            with Client(target, timeout_s=_INFO_S, tls=server.tls) as client:
-                devices += len(client.server_info().devices)
-    except NpugradError as error:
-        raise capacity.Died(str(error)) from error
-    guess = _trial(capacity.first_guess(scenario, max(4, 3 * devices)), server)
-    out.print(f"a closed loop reaches {format_rate(guess.throughput_per_s)}")
-    return capacity.at_rate(scenario, max(guess.throughput_per_s, 1 / scenario.duration_s))
+        if json_file is not None:
+            write_json(json_file, result.as_json())
+        if csv_file is not None:
+            files.write_text(csv_file, result.as_csv())
+        if html_file is not None:
+            files.write_text(html_file, page(result))
 
 
 @app.command()
@@ -363,8 +261,9 @@ def report(
         _write(result, None, csv_file, html_file)
 
 
-@app.command(help=COMPARE_HELP)
+@app.command(help=COMPARE_HELP, context_settings={"allow_extra_args": True})
 def compare(
+    context: typer.Context,
     a: Annotated[Path, typer.Argument(metavar="A.json", help="JSON of the first run.", show_default=False)],
     b: Annotated[Path, typer.Argument(metavar="B.json", help="JSON of the second run.", show_default=False)],
     margin: Annotated[float, typer.Option(help="Ignore smaller relative changes.")] = 0.05,
@@ -376,7 +275,9 @@ def compare(
             help="Also compare runs that were interrupted, died or were limited by the client.",
         ),
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON for scripts; `--json -` does the same.")
+    ] = False,
 ) -> None:
     """Compares two runs; see `COMPARE_HELP`."""
     from npugrad_client.bench.compare import compare as held_against
@@ -384,7 +285,11 @@ def compare(
     from npugrad_client.bench.show import show_comparison
 
     with reporting(), _needing_extra():
-        found = held_against(load_result(a), load_result(b), margin, confidence, allow_flawed=allow_flawed)
+        paths = [path for path in (a, b, *map(Path, context.args)) if not (as_json and path == STDOUT)]
+        if len(paths) != 2:
+            raise files.FileError(f"compare: found {len(paths)} files; expected two")
+        first, second = map(load_result, paths)
+        found = held_against(first, second, margin, confidence, allow_flawed=allow_flawed)
         if as_json:
             out.print_json(json.dumps(found.as_dict()))
         else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
@@ -31,8 +32,23 @@ def _console(*, stderr: bool = False) -> Console:
 
 
 out, err = _console(), _console(stderr=True)
+STDOUT = Path("-")
+"""Stands for standard output where a file is asked for."""
 
 Timeout = Annotated[float, typer.Option("--timeout", help="Deadline of the call in seconds.")]
+
+
+def console_for(json_file: Path | None) -> Console:
+    """Where text goes: standard output, unless the JSON goes there."""
+    return err if json_file == STDOUT else out
+
+
+def write_json(path: Path, text: str) -> None:
+    """Writes JSON to a file or to `STDOUT`; raises FileError if the file cannot be written."""
+    if path == STDOUT:
+        typer.echo(text, nl=False)
+    else:
+        files.write_text(path, text)
 
 
 def fail(message: str, status: int = 1) -> NoReturn:

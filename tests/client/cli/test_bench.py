@@ -85,6 +85,31 @@ def test_the_design_s_own_command_writes_every_report(tmp_path: Path) -> None:
     assert (tmp_path / "again.html").read_text("utf-8") == paths["html"].read_text("utf-8")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("flags", "status", "said", "key"),
+    [
+        (["--concurrency=1", "--calls=3"], 0, "1 in flight (closed loop), ", "summary"),
+        (["--concurrency=1", "--calls=3", "--slo=max=1us"], 3, "MISSED: max: ", "objectives"),
+        (["--rate=5", "--duration=200ms", "--find-capacity", "--slo=max=1us"], 4, "No rate was", "trials"),
+    ],
+)
+def test_standard_output_gets_the_json_alone(flags: list[str], status: int, said: str, key: str) -> None:
+    with fake_service() as service:
+        done = run("bench", *flags, ALL_THE_SAME, "--json", "-", target=service.address)
+    assert done.exit_code == status, done.output
+    assert json.loads(done.stdout)[key]
+    assert said in done.stderr
+    assert not Path("-").exists()
+
+
+def test_standard_output_gets_the_json_of_what_fails() -> None:
+    done = run("bench", "--timeout", "1s", "--json", "-")
+    assert done.exit_code == 6
+    assert f"cannot reach {NOWHERE}" in json.loads(done.stdout)["died"]
+    assert f"cannot reach {NOWHERE}" in done.stderr
+
+
 def _busy_every_third(*slo: str) -> Result:
     """150 calls, of which the server refuses 50."""
     calls = itertools.count()
@@ -340,9 +365,13 @@ def test_comparisons_decide_the_exit_status(tmp_path: Path) -> None:
         (tmp_path / f"{name}.json").write_text(made.as_json(), "utf-8")
     same = run("bench", "compare", paths["a"], paths["b"])
     assert (same.exit_code, same.stdout.splitlines()[0]) == (0, "no difference beyond 5 % was found")
-    slower = run("bench", "compare", paths["a"], paths["slow"], "--json")
-    assert slower.exit_code == 3
-    assert json.loads(slower.stdout)["verdict"] == "slower"
+    for files in (["A", "B", "--json"], ["A", "B", "--json", "-"], ["--json", "-", "A", "B"]):
+        named = [{"A": paths["a"], "B": paths["slow"]}.get(each, each) for each in files]
+        slower = run("bench", "compare", *named)
+        assert slower.exit_code == 3
+        assert (json.loads(slower.stdout)["verdict"], slower.stderr) == ("slower", "")
+    for files in ([paths["a"]] * 3, [paths["a"], paths["b"], "-"]):
+        assert "compare: found 3 files; expected two" in failed(run("bench", "compare", *files), 2)
     assert run("bench", "compare", paths["slow"], paths["a"]).exit_code == 0
     assert "load: found" in failed(run("bench", "compare", paths["a"], paths["short"]), 2)
 
