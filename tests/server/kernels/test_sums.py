@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
+from tests.operators import MSDA
 from tests.server.kernels.compare import Array, computed, given_array, golden
 
 from npugrad.ops import OPERATORS
 from npugrad.tolerance import compare
 from npugrad_server.backends.cpu.kernels import Kernels
 
-TERM = np.float32(0.1)
+TERM = float(np.float32(0.1))
 LARGEST_ERROR = 2e-6
 COUNTS = (
     *(2**10, 2**20),
@@ -22,75 +25,75 @@ COUNTS = (
         for power, mark in ((22, pytest.mark.deep), (25, pytest.mark.large))
     ),
 )
-POINTS = {"n": 1, "c": 2, "padding_mode": 1}
-ATTENTION = {"bs": 1, "nh": 1, "ch": 8, "points": 4}
-
-Sized = Callable[[int], dict[str, Any]]
+NORM = {"grad_out": TERM, "input": 1.0, "mean": 0.0, "rstd": 1.0}
+SAMPLED = {"grad_output": TERM, "grid": 5.0}
 
 
-def _points_2d(count: int) -> dict[str, Any]:
-    return {**POINTS, "h": 8, "w": 8, "oh": 1024, "ow": count // 1024}
+def _points_2d(mode: int, count: int) -> dict[str, Any]:
+    rows = {"n": 1, "c": 2, "h": 8, "w": 8, "oh": 1024, "ow": count // 1024}
+    return {**rows, "padding_mode": 1, "interpolation_mode": mode}
 
 
-def _points_3d(count: int) -> dict[str, Any]:
-    return {
-        "n": 1,
-        "c": 2,
-        "d": 4,
-        "h": 4,
-        "w": 4,
-        "od": 16,
-        "oh": 64,
-        "ow": count // 1024,
-        "padding_mode": 1,
-    }
+def _points_3d(mode: int, count: int) -> dict[str, Any]:
+    rows = {"n": 1, "c": 2, "d": 4, "h": 4, "w": 4, "od": 16, "oh": 64, "ow": count // 1024}
+    return {**rows, "padding_mode": 1, "interpolation_mode": mode}
 
 
-# Operator, sizes of a call with so many terms, fixed values of its operands, result, factor of its terms.
-SUMS: dict[str, tuple[str, Sized, dict[str, float], str, float]] = {
+def _queries(size: int, count: int) -> dict[str, Any]:
+    return {"bs": 1, "nh": 1, "ch": 8, "points": 4, "levels": ((size, size),), "nq": count // 4}
+
+
+def _on_a_pixel(size: int) -> dict[str, float]:
+    return {"grad_output": TERM, "attn_weight": 0.5, "location": 0.5 + 0.5 * (size % 2 == 0) / size}
+
+
+def _elements(samples: int | None, count: int) -> dict[str, Any]:
+    n = samples or count // 4
+    return {"n": n, "c": 2, "group": 1, "hxw": count // n}
+
+
+def _rows(count: int) -> dict[str, Any]:
+    return {"leading": (count,), "normalized": (2,)}
+
+
+@dataclass(frozen=True)
+class Sum:
+    """A result whose elements that are not 0 are sums of equal terms.
+
+    Attributes:
+        operator: Its operator.
+        sizes: Sizes of a call with so many terms.
+        values: What operands are filled with.
+        result: Its name.
+        term: Each term.
+    """
+
+    operator: str
+    sizes: Callable[[int], dict[str, Any]]
+    values: dict[str, float]
+    result: str
+    term: float = TERM
+
+
+SUMS = {
     **{
-        f"{dims} {mode}": (
-            f"grid_sampler_{dims}_backward",
-            lambda count, sized=sized, number=number: {**sized(count), "interpolation_mode": number},
-            {"grad_output": TERM, "grid": 5.0},
-            "input_grad",
-            1.0,
-        )
-        for dims, sized in (("2d", _points_2d), ("3d", _points_3d))
+        f"{dims} {mode}": Sum(f"grid_sampler_{dims}_backward", partial(points, number), SAMPLED, "input_grad")
+        for dims, points in (("2d", _points_2d), ("3d", _points_3d))
         for number, mode in enumerate(("bilinear", "nearest"))
     },
     **{
-        f"attention, {name}": (
-            "multi_scale_deformable_attention_grad",
-            lambda count, size=size: {**ATTENTION, "levels": ((size, size),), "nq": count // 4},
-            {"grad_output": TERM, "attn_weight": 0.5, "location": 0.5 + 0.5 * (size % 2 == 0) / size},
-            "grad_value",
-            0.5,
+        f"attention, {name}": Sum(
+            MSDA.name, partial(_queries, size), _on_a_pixel(size), "grad_value", TERM / 2
         )
         for name, size in (("one key", 1), ("one key of many", 64))
     },
     **{
-        f"group norm, {result}, {name}": (
-            "group_norm_backward",
-            sized,
-            {"grad_out": TERM, "input": 1.0, "mean": 0.0, "rstd": 1.0},
-            result,
-            1.0,
-        )
+        f"group norm, {result}, {name}": Sum("group_norm_backward", partial(_elements, samples), NORM, result)
         for result in ("grad_gamma", "grad_beta")
-        for name, sized in (
-            ("large maps", lambda count: {"n": 4, "c": 2, "group": 1, "hxw": count // 4}),
-            ("many samples", lambda count: {"n": count // 4, "c": 2, "group": 1, "hxw": 4}),
-        )
+        for name, samples in (("large maps", 4), ("many samples", None))
     },
     **{
-        f"layer norm, {result}": (
-            "layer_norm_backward",
-            lambda count: {"leading": (count,), "normalized": (2,)},
-            {"grad_out": TERM, "input": 1.0, "mean": 0.0, "rstd": 1.0},
-            result,
-            1.0,
-        )
+        f"layer norm, {result}": Sum("layer_norm_backward", _rows, NORM, result)
         for result in ("grad_weight", "grad_bias")
     },
 }
@@ -100,22 +103,22 @@ SUMS: dict[str, tuple[str, Sized, dict[str, float], str, float]] = {
 @pytest.mark.parametrize("name", SUMS)
 def test_many_equal_terms_keep_their_digits(kernels: Kernels, name: str, count: int) -> None:
     """The kernel, and the reference that it is verified against."""
-    operator, sized, values, result, factor = SUMS[name]
-    record = OPERATORS[operator]
-    call = record.build(**sized(count))
+    case = SUMS[name]
+    record = OPERATORS[case.operator]
+    call = record.build(**case.sizes(count))
     inputs = record.make_inputs(call, np.random.default_rng(1))
-    for operand, value in values.items():
+    for operand, value in case.values.items():
         given_array(inputs, operand)[...] = value
-    expected = float(TERM) * factor * count
+    expected = case.term * count
 
     def assert_exact(found: Array, limit: float) -> None:
         sums = found[found != 0].astype(np.float64)
-        assert sums.size == found.shape[-1 if result == "grad_value" else found.ndim > 1]
+        assert sums.size == (8 if case.operator == MSDA.name else 2), "one for each channel"
         assert np.abs(sums / expected - 1).max() <= limit, (sums, expected)
 
-    reference = golden(record, call, inputs)[result]
+    reference = golden(record, call, inputs)[case.result]
     assert_exact(reference, 1e-9)
-    found = computed(kernels, record, call, inputs)[result]
+    found = computed(kernels, record, call, inputs)[case.result]
     assert_exact(found, LARGEST_ERROR)
-    assert compare(reference, found, record.extra_tolerance(inputs, call.attrs, result)).ok
+    assert compare(reference, found, record.extra_tolerance(inputs, call.attrs, case.result)).ok
     assert not found[reference == 0].any()
