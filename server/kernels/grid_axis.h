@@ -26,6 +26,12 @@ struct Placed {
   Floats before, after, slope;
 };
 
+// The same of half as many points, in float64.
+struct PlacedDoubles {
+  Vec<int32_t, kWidth / 2> pixel;
+  HalfDoubles before, after, slope;
+};
+
 class Axis {
  public:
   Axis(int64_t size, const Sampling& sampling)
@@ -49,6 +55,13 @@ class Axis {
     const Floats whole = sampling_.nearest ? nearest_whole(position) : floor_whole(position);
     const Floats rest = position - whole;
     return {__builtin_convertvector(whole, Ints), 1.0f - rest, rest, slope};
+  }
+  PlacedDoubles place_doubles(HalfDoubles coordinates) const {
+    HalfDoubles slope;
+    const HalfDoubles position = locate(coordinates, slope);
+    const HalfDoubles whole = sampling_.nearest ? nearest_whole(position) : floor_whole(position);
+    const HalfDoubles rest = position - whole;
+    return {__builtin_convertvector(whole, Vec<int32_t, kWidth / 2>), 1.0 - rest, rest, slope};
   }
 
  private:
@@ -106,20 +119,15 @@ class Axis {
   // ------------------------------------------------------------------------------------------ float64
 
   __attribute__((noinline)) Placed place_float64(Floats coordinates) const {
-    using PixelsOfHalf = Vec<int32_t, kWidth / 2>;
-    PixelsOfHalf pixels[2];
+    Vec<int32_t, kWidth / 2> pixels[2];
     HalfFloats first[2], second[2], slopes[2];
 #pragma GCC unroll 2
     for (int k = 0; k < 2; ++k) {
-      HalfDoubles slope;
-      const HalfDoubles position =
-          locate(__builtin_convertvector(half_of(coordinates, k == 1), HalfDoubles), slope);
-      const HalfDoubles whole = sampling_.nearest ? nearest_whole(position) : floor_whole(position);
-      const HalfDoubles rest = position - whole;
-      pixels[k] = __builtin_convertvector(whole, PixelsOfHalf);
-      first[k] = __builtin_convertvector(1.0 - rest, HalfFloats);
-      second[k] = __builtin_convertvector(rest, HalfFloats);
-      slopes[k] = __builtin_convertvector(slope, HalfFloats);
+      const PlacedDoubles found = place_doubles(__builtin_convertvector(half_of(coordinates, k == 1), HalfDoubles));
+      pixels[k] = found.pixel;
+      first[k] = __builtin_convertvector(found.before, HalfFloats);
+      second[k] = __builtin_convertvector(found.after, HalfFloats);
+      slopes[k] = __builtin_convertvector(found.slope, HalfFloats);
     }
     return {joined<int32_t, kWidth / 2>(pixels[0], pixels[1]), joined<float, kWidth / 2>(first[0], first[1]),
             joined<float, kWidth / 2>(second[0], second[1]), joined<float, kWidth / 2>(slopes[0], slopes[1])};

@@ -4,7 +4,9 @@
 // cache line. Points are placed once, and sorted by the slice of the volume in which they lie. Products for grid_grad go
 // by ranges of points, float32 in a block of channels and float64 over blocks; input_grad goes by bands of slices, each
 // summed in scratch memory by one task, its points in an order that no cut of the bands changes. Where a product is not
-// finite it is computed again in float64 as the reference does. Mode nearest is simpler, and has a way of its own.
+// finite it is computed again in float64 as the reference does. Mode nearest and float64 are simpler, and have ways of
+// their own.
+#include "grid_doubles.h"
 #include "grid_nearest.h"
 #include "grid_volume.h"
 
@@ -28,12 +30,15 @@ void grid_sampler_3d_backward(Call& call) {
     if (tensor.given() && tensor.dtype() != dtype) throw Unsupported();
   constexpr int64_t kMost = 1 << 30;     // axes and points are counted in 32 bits
   constexpr int64_t kDeepest = 1 << 20;  // each slice has numbers of its own, whatever it holds
-  if (!is_float(dtype) || d > kDeepest || h > kMost || w > kMost || product({od, oh, ow}) > kMost) throw Unsupported();
+  const bool doubles = dtype == NPUGRAD_FLOAT64;
+  if (!is_float(dtype) && !doubles) throw Unsupported();
+  if (d > kDeepest || h > kMost || w > kMost || product({od, oh, ow}) > kMost) throw Unsupported();
   if (!input.count() || !grad_output.count()) {
     if (input_grad.given()) input_grad.zero();
     if (grid_grad.given()) grid_grad.zero();
     return;
   }
+  if (doubles) return GridDoubles(call, sampling).run();
   with_float_type(dtype, [&](auto type) {
     using T = decltype(type);
     return sampling.nearest ? GridNearest<T>(call, sampling).run() : GridVolume<T>(call, sampling).run();

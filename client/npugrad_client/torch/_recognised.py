@@ -232,15 +232,47 @@ class _Place:
     recognised: Recognised | str
 
 
+class _Candidates:
+    """Modules with the first name of a known function.
+
+    There are thousands of modules whenever a `remote` is entered, so only those are looked at again that
+    have got more or fewer names; all of them if modules or known functions have come or gone.
+    """
+
+    def __init__(self) -> None:
+        self._key: tuple[int, list[int]] = (0, [])
+        self._modules: list[tuple[str, ModuleType]] = []
+        self._spaces: list[dict[str, Any]] = []
+        self._sizes: list[int] = []
+        self._found: list[tuple[str, ModuleType]] = []
+
+    def find(self) -> list[tuple[str, ModuleType]]:
+        """Returns names and modules."""
+        imported: dict[str, object] = dict(sys.modules)
+        key = (len(_known), [id(module) for module in imported.values()])
+        if key != self._key:
+            self._modules = [(name, it) for name, it in imported.items() if isinstance(it, ModuleType)]
+            self._spaces = [vars(module) for _, module in self._modules]
+            self._key, self._sizes = key, []
+        sizes = [len(names) for names in self._spaces]
+        if sizes != self._sizes:
+            self._sizes = sizes
+            firsts = {known.qualname.split(".")[0] for known in _known}
+            pairs = zip(self._modules, self._spaces, strict=True)
+            self._found = [it for it, names in pairs if any(first in names for first in firsts)]
+        return self._found
+
+
+_candidates = _Candidates()
+
+
 def _find() -> Iterator[_Place]:
     """Yields every place with a known function, and those in its own module with something else."""
     ours = {wrapper: original for original, wrapper in _wrappers.items()}
-    paths = [(qualname, qualname.split(".")) for qualname in {known.qualname for known in _known}]
-    imported: list[tuple[str, object]] = list(sys.modules.items())
-    for module_name, module in imported:
-        names = vars(module) if isinstance(module, ModuleType) else {}
-        for qualname, path in paths:
-            if path[0] not in names:  # thousands of modules are visited whenever a `remote` is entered
+    for module_name, module in _candidates.find():
+        for qualname in {known.qualname for known in _known}:
+            path = qualname.split(".")
+            if path[0] not in vars(module):
                 continue
             holder, found = _walk(module, path)
             original = ours.get(found, found) if isinstance(found, FunctionType) else found

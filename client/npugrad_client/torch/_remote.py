@@ -232,22 +232,13 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         # This runs for every operator, and most of them are not ours. They hash slowly, and live for ever.
         number = id(func)
-        if number in _OURS:
-            return self._handle(func, args, kwargs or {})
-        if self._owner.seen is not None and number not in self._seen:
-            self._see(number, func)
-        return func(*args, **kwargs) if kwargs else func(*args)
-
-    def _handle(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        if func not in TRANSLATIONS and not _is_taking_apart():
-            return func(*args, **kwargs)
-        self._owner.seen = None
-        return self._owner._run(func, args, kwargs)
-
-    def _see(self, number: int, func: Any) -> None:
+        if number in _OURS and (func in TRANSLATIONS or _is_taking_apart()):
+            self._owner.seen = None
+            return self._owner._run(func, args, kwargs or {})
         seen = self._owner.seen
-        if seen is not None and (node := _current_node()) is not None:
+        if seen is not None and number not in self._seen and (node := _current_node()) is not None:
             self._seen[number] = seen[func] = node.name()
+        return func(*args, **kwargs) if kwargs else func(*args)
 
 
 _OURS = {id(func) for func in (*TRANSLATIONS, *TAKEN_APART_BY)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -9,9 +10,11 @@ import pytest
 from tests.derived import pairs, told
 from tests.server.kernels.compare import (
     Inputs,
+    assert_any_threads_give_the_same,
     assert_errors_below,
     assert_not_finite_alike,
     assert_right,
+    assert_same_bits,
     bits_at_bounds,
     computed,
     given_array,
@@ -41,8 +44,10 @@ def test_errors_stay_below_half_a_millionth(kernels: Kernels) -> None:
 
 
 def test_values_that_are_not_finite_reach_what_they_reach_in_the_reference(kernels: Kernels) -> None:
-    for name, mode, padding, aligned in pairs(("input", "grad_output"), *MODES):
-        modes = dict(interpolation_mode=mode, padding_mode=padding, align_corners=aligned)
+    for dtype, name, mode, padding, aligned in pairs(
+        ("float32", "float64"), ("input", "grad_output"), *MODES
+    ):
+        modes = dict(dtype=dtype, interpolation_mode=mode, padding_mode=padding, align_corners=aligned)
         call = GRID.build(n=1, c=20, d=4, h=5, w=6, od=3, oh=4, ow=5, **modes)
         inputs = made(call, 4)
         given_array(inputs, name)[0, ::3, 1, 2, ::2] = np.inf
@@ -67,6 +72,19 @@ test_bits_do_not_depend_on_threads = bits_at_bounds(
     lambda call, _: made(call, 5),
     3,
 )
+
+
+def test_float64_is_exact_with_any_threads_and_strides(make_kernels: Callable[[int], Kernels]) -> None:
+    for sizes, mode, padding, aligned in pairs(BOUNDS, *MODES):
+        modes = dict(interpolation_mode=mode, padding_mode=padding, align_corners=aligned)
+        call = GRID.build(dtype="float64", **sizes, **modes)
+        inputs = made(call, 7)
+        with told((sizes, modes)):
+            assert_any_threads_give_the_same(make_kernels, GRID, call, inputs)
+            assert_errors_below(make_kernels(2), GRID, call, inputs, 1e-13)
+            relaid = {name: given_array(inputs, name).transpose().copy().transpose() for name in inputs}
+            packed = computed(make_kernels(2), GRID, call, inputs)
+            assert_same_bits(computed(make_kernels(2), GRID, call, relaid), packed)
 
 
 def test_volumes_of_several_waves(kernels: Kernels) -> None:
