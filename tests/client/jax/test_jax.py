@@ -212,6 +212,7 @@ def test_floyd_attention_with_a_mask(client: Client, rng: Any) -> None:
     call, mask = floyd(rng, BF16), jnp.asarray(rng.uniform(size=(1, 1, 16, 1, 128)) < 0.3)
     mask = mask.at[:, :, 2:5].set(True)  # rows without any key
     got = FLOYD.gradient(call, jax.jit, client=client, atten_mask=mask)
+    assert not np.asarray(got[1][0][:, :, 2:5]).any(), "their results are means of the values"
     loss = lambda *o: squared(_floyd.attend(*o, mask=mask, scale=32**-0.5)[0])  # noqa: E731
     close(got[1], jax.jit(jax.grad(loss, argnums=FLOYD.wanted))(*call), BF16)
 
