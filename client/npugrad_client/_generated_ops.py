@@ -477,9 +477,8 @@ class Operators(ABC):
             value2: (B, H, K, M, D), dtype of query. Second values.
             dy: (B, H, N, M, D), dtype of query. Gradient of the attention.
             atten_mask: (B, 1, N, 1, K), bool or uint8; None for no mask. 1 excludes a key for all heads and
-                all of M. In a row without keys the gradient passes through the mask, as the vendor's formula
-                says; the functions for PyTorch and JAX give that of their own forward pass, the mean of the
-                values.
+                all of M. In a row without keys the gradient passes through the mask, by the vendor's formula;
+                the functions for PyTorch and JAX give that of their own forward pass, the mean of the values.
             softmax_max: (B, H, N, M, 8), float32. Largest score of each row of the forward pass, repeated 8
                 times.
             softmax_sum: (B, H, N, M, 8), float32. Sum of exp(score - softmax_max) of each row, repeated 8
@@ -1071,9 +1070,8 @@ class AsyncOperators(ABC):
             value2: (B, H, K, M, D), dtype of query. Second values.
             dy: (B, H, N, M, D), dtype of query. Gradient of the attention.
             atten_mask: (B, 1, N, 1, K), bool or uint8; None for no mask. 1 excludes a key for all heads and
-                all of M. In a row without keys the gradient passes through the mask, as the vendor's formula
-                says; the functions for PyTorch and JAX give that of their own forward pass, the mean of the
-                values.
+                all of M. In a row without keys the gradient passes through the mask, by the vendor's formula;
+                the functions for PyTorch and JAX give that of their own forward pass, the mean of the values.
             softmax_max: (B, H, N, M, 8), float32. Largest score of each row of the forward pass, repeated 8
                 times.
             softmax_sum: (B, H, N, M, 8), float32. Sum of exp(score - softmax_max) of each row, repeated 8

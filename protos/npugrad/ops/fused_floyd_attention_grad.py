@@ -74,8 +74,8 @@ _PARAMS = (
     _input("dy", "(B, H, N, M, D), dtype of query. Gradient of the attention."),
     _input(
         "atten_mask",
-        "(B, 1, N, 1, K), bool or uint8; None for no mask. 1 excludes a key for all heads and all of M. In a row "
-        "without keys the gradient passes through the mask, as the vendor's formula says; the functions for "
+        "(B, 1, N, 1, K), bool or uint8; None for no mask. 1 excludes a key for all heads and all of M. In a "
+        "row without keys the gradient passes through the mask, by the vendor's formula; the functions for "
         "PyTorch and JAX give that of their own forward pass, the mean of the values.",
         dtypes=MASK_DTYPES,
         optional=True,
