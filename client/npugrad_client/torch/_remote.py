@@ -219,8 +219,9 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         It would with a wrapper, which takes as long as all the rest and at first imports torch._dynamo, for
         seconds. Newer versions can be told to skip what a function runs.
         """
-        frames: Any = torch._C._dynamo.eval_frame
+        core: Any = torch._C
         try:
+            frames = core._dynamo.eval_frame
             strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
             frames.set_code_exec_strategy(cls.__torch_dispatch__.__code__, strategy)
         except AttributeError:
