@@ -9,8 +9,8 @@
 
 namespace npugrad {
 
-// Counts points by the cell that they lie in, one of every 16, chosen so that no order of theirs keeps to the choice.
-// A cell is crowded from about 256 points on: up to there, sums in float32 are off by 1e-5 at the most.
+// Counts points by the cell that they lie in, one of every 64, chosen so that no order of theirs keeps to the choice.
+// A cell is crowded from about 1,000 points on: up to there, sums in float32 are off by 1e-5 at the most.
 class Crowds {
  public:
   // For so many cells, of which nothing is known.
@@ -19,9 +19,10 @@ class Crowds {
     std::memset(counts_.get(), 0, static_cast<size_t>(cells));
     found_ = false;
   }
-  // Which of 16 points is to be counted.
-  static NPUGRAD_INLINE int chosen(int64_t sixteen) {
-    return static_cast<int>(static_cast<uint32_t>(sixteen) * 2654435769u >> 28);
+  static constexpr int kOf = 64;
+  // Which of them is to be counted.
+  static NPUGRAD_INLINE int chosen(int64_t sixtyfour) {
+    return static_cast<int>(static_cast<uint32_t>(sixtyfour) * 2654435769u >> 26);
   }
   NPUGRAD_INLINE void count(int64_t cell) {
     if (++counts_[cell] > kMost) found_ = true, counts_[cell] = 0;
@@ -30,7 +31,7 @@ class Crowds {
   bool found() const { return found_; }
 
  private:
-  static constexpr int kMost = 16;
+  static constexpr int kMost = 15;
   Buffer<uint8_t> counts_;
   int64_t size_ = 0;
   bool found_ = false;

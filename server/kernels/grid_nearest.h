@@ -93,8 +93,8 @@ class GridNearest {
   bool is_crowded(int64_t at, int64_t band, Crowds& crowds) const {
     const Hits hits = hits_of(at, band);
     crowds.reset(call_, kBand);
-    for (int64_t i = 0; 16 * (i + 1) <= hits.end - hits.begin && !crowds.found(); ++i)
-      crowds.count(hits.begin[16 * i + Crowds::chosen(i)].cell);
+    for (int64_t i = 0; Crowds::kOf * (i + 1) <= hits.end - hits.begin && !crowds.found(); ++i)
+      crowds.count(hits.begin[Crowds::kOf * i + Crowds::chosen(i)].cell);
     return crowds.found();
   }
 

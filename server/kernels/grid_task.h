@@ -350,8 +350,9 @@ class GridSampler<T>::Task {
       result.template prefetch<1>(i, count);
       prefetch_group<Gather>(groups[std::min(i + kAhead, count - 1)], block, channels, in_a_row);
       read_grad<L>(group, block, channels, in_a_row, grad);
-      if (cells) {
-        const int64_t cell = ready[i % kReady].pixel[Crowds::chosen(group)];
+      constexpr int64_t kGroups = Crowds::kOf / kGroup;
+      if (const int point = Crowds::chosen(group / kGroups); cells && point / kGroup == group % kGroups) {
+        const int64_t cell = ready[i % kReady].pixel[point % kGroup];
         if (cell < cells) slot_.crowds.count(cell);
       }
       const Points<L, Scatter, Gather> points{

@@ -222,8 +222,9 @@ class GridVolume {
   bool is_crowded(const Unit& unit, const Span& slices, Crowds& crowds) const {
     const int64_t* starts = &starts_[static_cast<size_t>(unit.at * (size_[0] + 2))];
     crowds.reset(call_, slices.size() * plane_);
-    for (int64_t i = starts[slices.begin]; i + 16 <= starts[slices.end + 1] && !crowds.found(); i += 16) {
-      const int64_t point = order_[unit.at * points_ + i + Crowds::chosen(i / 16)];
+    constexpr int64_t kOf = Crowds::kOf;
+    for (int64_t i = starts[slices.begin]; i + kOf <= starts[slices.end + 1] && !crowds.found(); i += kOf) {
+      const int64_t point = order_[unit.at * points_ + i + Crowds::chosen(i / kOf)];
       const Voxels& voxels = placed_[unit.at * points_ + point];
       if (const int reached = reached_in(slices, voxels))
         crowds.count(cell(voxels, __builtin_ctz(static_cast<unsigned>(reached))) - slices.begin * plane_);

@@ -112,7 +112,8 @@ def _assert_exact(case: Sum, count: int, found: Array, limit: float) -> None:
 def test_many_equal_terms_keep_their_digits(kernels: Kernels, name: str, count: int) -> None:
     record, call, inputs = _made(SUMS[name], count)
     found = computed(kernels, record, call, inputs)[SUMS[name].result]
-    _assert_exact(SUMS[name], count, found, 2e-6)
+    # Points on a pixel are summed in float32 as long as there are few.
+    _assert_exact(SUMS[name], count, found, 2e-6 if count > 2**10 else 1e-5)
 
 
 @pytest.mark.parametrize("count", [2**10, pytest.param(2**20, marks=pytest.mark.deep)])
