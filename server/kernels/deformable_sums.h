@@ -56,7 +56,9 @@ class KeySums {
   void end() {
     if (!begun_) return;
     move_all();
-    for (int64_t i = 0; i < rows_.keys * rows_.columns; ++i) rows_.grad[i] = static_cast<float>(sums_[i]);
+    const double* const sums = sums_.get();
+    float* const grad = rows_.grad;
+    for (int64_t i = 0, count = rows_.keys * rows_.columns; i < count; ++i) grad[i] = static_cast<float>(sums[i]);
   }
   // Scratch memory for so many sums.
   double* doubles(Call& call, int64_t count) {
@@ -78,11 +80,14 @@ class KeySums {
     for (const int64_t first : {key, key + rows_.pitch}) move(first, std::min(first + 2, rows_.keys));
   }
   void move(int64_t first, int64_t last) {
-    if (!begun_) std::fill_n(sums_.get(), rows_.keys * rows_.columns, 0.0), begun_ = true;
-    for (int64_t i = first * rows_.columns; i < last * rows_.columns; ++i) {
-      sums_[i] += double{rows_.grad[i]};
-      rows_.grad[i] = 0;
-    }
+    if (first >= last) return;
+    double* const sums = sums_.get();
+    if (!begun_) std::fill_n(sums, rows_.keys * rows_.columns, 0.0), begun_ = true;
+    float* const grad = rows_.grad + first * rows_.columns;
+    const int64_t count = (last - first) * rows_.columns;
+    double* const to = sums + first * rows_.columns;
+    for (int64_t i = 0; i < count; ++i) to[i] += double{grad[i]};
+    std::memset(grad, 0, static_cast<size_t>(count) * sizeof(float));
   }
 
   Rows rows_{};
