@@ -69,8 +69,8 @@ class Deformable {
     std::vector<Chunk> chunks;
   };
 
-  // What one task after the other has in a slot.
-  struct Slot {
+  // What one task after the other has in a slot; no line of the cache is written to by two of them.
+  struct alignas(128) Slot {
     Buffer<Entry> entries;
     Buffer<float> value, grad;
     KeySums sums;
