@@ -10,8 +10,8 @@
 
 namespace npugrad {
 
-// Before a sum in float32 has so many terms that it loses digits, it is moved on: those of all keys where there are as
-// many samples as some for each key, and those around a single key as soon as a crowd of samples is seen there.
+// A sum in float32 is moved on before it has so many terms that it loses digits: those of all keys after some samples
+// for each of them, and those around one key as soon as a crowd of samples is seen there.
 class KeySums {
  public:
   // A row for each key, of the band's first and then of those that only its samples reach.
@@ -47,6 +47,7 @@ class KeySums {
     if (pending_ >= kSamplesOf * rows_.keys) {
       move_all();
       forget();
+      pending_ = 0;
     } else {
       for (const int64_t key : crowded_) move_around(key);
     }
