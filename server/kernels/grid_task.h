@@ -324,6 +324,15 @@ class GridSampler<T>::Task {
     return {reinterpret_cast<const char*>(tensor.data<const T>() + n_ * tensor.stride(0) + from * plane), bytes};
   }
 
+  // The cell of a group's point that is counted, one of `cells`; -1 for none.
+  static NPUGRAD_INLINE int64_t counted(int64_t group, const Ready& ready, int64_t cells) {
+    constexpr int64_t kGroups = Crowds::kOf / kGroup;
+    const int point = Crowds::chosen(group / kGroups);
+    if (point / kGroup != group % kGroups) return -1;
+    const int64_t cell = ready.pixel[point % kGroup];
+    return cell < cells ? cell : -1;
+  }
+
   // All points that touch a window, with the channels of a block.
   template <int L, bool Scatter, bool Gather, bool Nearest>
   void pass(int64_t index, const Window& window, int64_t block, int channels) {
@@ -344,17 +353,17 @@ class GridSampler<T>::Task {
     for (int64_t i = 0; i < count; ++i) {
       const int64_t group = groups[i];
       const int64_t next = i + kReadyAhead;
-      if (next < count) prepare<L, Scatter, Gather>(groups[next], window, first, ready[next % kReady]);
+      if (next < count) {
+        prepare<L, Scatter, Gather>(groups[next], window, first, ready[next % kReady]);
+        if (const int64_t cell = counted(groups[next], ready[next % kReady], cells); cell >= 0)
+          slot_.crowds.prefetch(cell);
+      }
       grads.template prefetch<0>(i, count);
       image.template prefetch<0>(i, count);
       result.template prefetch<1>(i, count);
       prefetch_group<Gather>(groups[std::min(i + kAhead, count - 1)], block, channels, in_a_row);
       read_grad<L>(group, block, channels, in_a_row, grad);
-      constexpr int64_t kGroups = Crowds::kOf / kGroup;
-      if (const int point = Crowds::chosen(group / kGroups); cells && point / kGroup == group % kGroups) {
-        const int64_t cell = ready[i % kReady].pixel[point % kGroup];
-        if (cell < cells) slot_.crowds.count(cell);
-      }
+      if (const int64_t cell = counted(group, ready[i % kReady], cells); cell >= 0) slot_.crowds.count(cell);
       const Points<L, Scatter, Gather> points{
           slot_.image.get(), sums, grad, ready[i % kReady], window.pitch() * kStride};
       if constexpr (Nearest) {
