@@ -235,8 +235,8 @@ class _Place:
 class _Candidates:
     """Modules with the first name of a known function.
 
-    There are thousands of modules whenever a `remote` is entered, so only those are looked at again that
-    have got more or fewer names; all of them if modules or known functions have come or gone.
+    There are thousands of modules whenever a `remote` is entered. They are looked through again only if one
+    has got more or fewer names, or if modules or known functions have come or gone.
     """
 
     def __init__(self) -> None:

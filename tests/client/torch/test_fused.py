@@ -148,6 +148,18 @@ def test_without_fusing_each_level_is_a_call(client: Client, home: Home) -> None
     assert sent(mode) == {COMPOSED: len(LEVELS)}
 
 
+def test_a_module_may_get_the_function_between_two_blocks(
+    client: Client, home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a notebook does that imports it in a later cell."""
+    user, call = module(monkeypatch, "some.notebook", "other = None"), operands()
+    with remote(client, min_bytes=0):
+        pass
+    vars(user)[MMCV[1]] = home.function
+    with remote(client, min_bytes=0):
+        assert is_fused(vars(user)[MMCV[1]](*call))
+
+
 def test_the_inner_remote_decides(client: Client, home: Home) -> None:
     call, original = operands(), home.function
     with remote(client, min_bytes=0):
