@@ -37,6 +37,7 @@ class GridVolume {
   static constexpr int64_t kWaveBytes = 64 << 20;    // scratch memory of a wave, unless one volume needs more
   static constexpr int64_t kBandBytes = 512 << 10;   // of the slices of a task, so that they stay near
   static constexpr int64_t kSpan = 1 << 11;          // points of a task
+  static constexpr int64_t kAhead = 8;               // points ahead that voxels are fetched; gradients 2x
   static constexpr int64_t kStreamBytes = 16 << 20;  // size of input_grad from which it may bypass the cache
 
   template <int L>
@@ -164,10 +165,18 @@ class GridVolume {
     }
   }
 
-  int64_t cell(const Voxels& voxels, int corner) const {
-    return ((voxels.first[0] + int64_t{corner >> 2}) * size_[1] + voxels.first[1] + (corner >> 1 & 1)) * size_[2] +
-           voxels.first[2] + (corner & 1);
+  // The first of a point's voxels, which may lie outside, and floats from there to each.
+  int64_t cell(const Voxels& voxels) const {
+    return (int64_t{voxels.first[0]} * size_[1] + voxels.first[1]) * size_[2] + voxels.first[2];
   }
+  template <int L>
+  struct Steps {
+    Steps(int64_t plane, int64_t row) {
+      for (int corner = 0; corner < 8; ++corner)
+        of[corner] = ((corner >> 2) * plane + (corner >> 1 & 1) * row + (corner & 1)) * L;
+    }
+    int64_t of[8];
+  };
 
   // Slices of a volume: what their voxels give to the points that reach them, and the sums of what these give to the
   // voxels, slice by slice of the points, then in their own order.
@@ -181,20 +190,38 @@ class GridVolume {
         lay<L>(input_, unit, z, volume + (z - slices.begin) * plane_ * L);
     const bool crowded = scatter_ && is_crowded(unit, slices, own.crowds);
     const ExactSums<L> exact{crowded ? exact_sums(own, slices.size() * plane_ * L) : nullptr};
+    const Steps<L> steps(plane_, size_[2]);
+    const int32_t* order = &order_[unit.at * points_];
+    const Voxels* placed = &placed_[unit.at * points_];
+    const float* grads = &grads_[unit.number * points_ * L];
     for (int64_t i = first; i < last; ++i) {
-      const int64_t point = order_[unit.at * points_ + i];
-      const Voxels& voxels = placed_[unit.at * points_ + point];
-      const float* grad = &grads_[(unit.number * points_ + point) * L];
+      if (i + 2 * kAhead < last) {
+        __builtin_prefetch(placed + order[i + 2 * kAhead]);
+        __builtin_prefetch(grads + order[i + 2 * kAhead] * int64_t{L});
+      }
+      if (i + kAhead < last) {
+        const Voxels& soon = placed[order[i + kAhead]];
+        prefetch(reached_in(slices, soon), (cell(soon) - base) * L, steps, volume, sums);
+      }
+      const int64_t point = order[i];
+      const Voxels& voxels = placed[point];
+      const float* grad = grads + point * L;
       const int reached = reached_in(slices, voxels);
-      for (int corner = 0; corner < 8; ++corner) {
-        if (!(reached >> corner & 1)) continue;
-        const int64_t at = cell(voxels, corner) - base;
-        if (gather_) dots_[(unit.number * points_ + point) * 8 + corner] = dot<L>(volume + at * L, grad);
+      const int64_t at = (cell(voxels) - base) * L;
+      float* dots = gather_ ? &dots_[(unit.number * points_ + point) * 8] : nullptr;
+      if (reached == 0xff && !crowded) {
+        at_all<L>(voxels, grad, steps, gather_ ? volume + at : nullptr, scatter_ ? sums + at : nullptr, dots);
+        continue;
+      }
+      for (int left = reached; left; left &= left - 1) {
+        const int corner = __builtin_ctz(static_cast<unsigned>(left));
+        const int64_t to = at + steps.of[corner];
+        if (gather_) dots[corner] = dot<L>(volume + to, grad);
         if (!scatter_) continue;
         if (crowded) {
-          exact.add(at, weight(voxels, corner), grad);
+          exact.add(to / L, weight(voxels, corner), grad);
         } else {
-          add<L>(sums + at * L, grad, weight(voxels, corner));
+          add<L>(sums + to, grad, weight(voxels, corner));
         }
       }
     }
@@ -212,6 +239,16 @@ class GridVolume {
     from_pixels<L>(sums, slices.size() * plane_, to, voxels_, unit.channels);
   }
 
+  template <int L>
+  NPUGRAD_INLINE void prefetch(
+      int reached, int64_t at, const Steps<L>& steps, const float* volume, const float* sums) const {
+    for (; reached; reached &= reached - 1) {
+      const int64_t to = at + steps.of[__builtin_ctz(static_cast<unsigned>(reached))];
+      if (gather_) __builtin_prefetch(volume + to);
+      if (scatter_) __builtin_prefetch(sums + to, 1);
+    }
+  }
+
   // Which of a point's voxels lie in some slices.
   static NPUGRAD_INLINE int reached_in(const Span& slices, const Voxels& voxels) {
     int reached = voxels.inside;
@@ -226,8 +263,10 @@ class GridVolume {
     for (int64_t i = starts[slices.begin]; i + kOf <= starts[slices.end + 1] && !crowds.found(); i += kOf) {
       const int64_t point = order_[unit.at * points_ + i + Crowds::chosen(i / kOf)];
       const Voxels& voxels = placed_[unit.at * points_ + point];
-      if (const int reached = reached_in(slices, voxels))
-        crowds.count(cell(voxels, __builtin_ctz(static_cast<unsigned>(reached))) - slices.begin * plane_);
+      if (const int reached = reached_in(slices, voxels)) {
+        const int64_t step = Steps<1>(plane_, size_[2]).of[__builtin_ctz(static_cast<unsigned>(reached))];
+        crowds.count(cell(voxels) + step - slices.begin * plane_);
+      }
     }
     return crowds.found();
   }
@@ -248,23 +287,51 @@ class GridVolume {
       *reinterpret_cast<Part*>(to + k) += weight * *reinterpret_cast<const Part*>(grad + k);
   }
   template <int N>
-  static NPUGRAD_INLINE float sum_lanes(Vec<float, N> v) {
+  static NPUGRAD_INLINE Vec<float, 4> four_of(Vec<float, N> v) {
     if constexpr (N == 4) {
-      return (v[0] + v[1]) + (v[2] + v[3]);
+      return v;
     } else {
       Vec<float, N / 2> halves[2];
       std::memcpy(halves, &v, sizeof v);
-      return sum_lanes<N / 2>(halves[0] + halves[1]);
+      return four_of<N / 2>(halves[0] + halves[1]);
     }
   }
+  // Four lanes, whose sum is the product of two rows of channels.
   template <int L>
-  static NPUGRAD_INLINE float dot(const float* a, const float* b) {
+  static NPUGRAD_INLINE Vec<float, 4> products(const float* a, const float* b) {
     constexpr int kLanes = L < kWidth ? L : kWidth;
     using Part = typename VectorOf<float, kLanes>::unaligned;
     Vec<float, kLanes> sum = {};
     for (int i = 0; i < L; i += kLanes)
       sum += *reinterpret_cast<const Part*>(a + i) * *reinterpret_cast<const Part*>(b + i);
-    return sum_lanes<kLanes>(sum);
+    return four_of<kLanes>(sum);
+  }
+  template <int L>
+  static NPUGRAD_INLINE float dot(const float* a, const float* b) {
+    const Vec<float, 4> v = products<L>(a, b);
+    return (v[0] + v[1]) + (v[2] + v[3]);
+  }
+
+  // A point whose voxels all lie in the slices. Sums of lanes are taken together where eight fill a vector.
+  template <int L>
+  static NPUGRAD_INLINE void at_all(
+      const Voxels& voxels, const float* grad, const Steps<L>& steps, const float* volume, float* sums,
+      float* dots) {
+    if (sums)
+#pragma GCC unroll 8
+      for (int corner = 0; corner < 8; ++corner) add<L>(sums + steps.of[corner], grad, weight(voxels, corner));
+    if (!volume) return;
+    if constexpr (kWidth == 8) {
+      Vec<float, 4> parts[8];
+#pragma GCC unroll 8
+      for (int corner = 0; corner < 8; ++corner) parts[corner] = products<L>(volume + steps.of[corner], grad);
+      Floats pairs[4];
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i) pairs[i] = joined<float, 4>(parts[2 * i], parts[2 * i + 1]);
+      store(dots, add_pairs(add_pairs(pairs[0], pairs[1]), add_pairs(pairs[2], pairs[3])));
+    } else {
+      for (int corner = 0; corner < 8; ++corner) dots[corner] = dot<L>(volume + steps.of[corner], grad);
+    }
   }
 
   // The difference along each axis, interpolated over the others, as the reference does; term by term in float64 where
