@@ -16,7 +16,7 @@ PemParts: TypeAlias = "tuple[bytes | None, bytes | None, bytes | None]"
 """Authorities, certificate and key as PEM."""
 LOOK_INTERVAL_S = 1.0
 """Interval between checks of the files."""
-LEFT_ALONE_S = 0.25
+LEFT_ALONE_S = 2.0
 """How long a file must be unchanged to count as complete; short enough for files that change every second."""
 
 

@@ -1,7 +1,8 @@
 """The composition root: the only place that wires settings, pool, services and signals together.
 
 Start: bind the ports, start a worker for each device, serve, announce it once a device is ready. End: after
-the first SIGTERM or SIGINT (see `App.drain`) calls in progress finish; a second signal ends them at once.
+the first SIGTERM or SIGINT (see `App.drain`) calls in progress finish; a second signal ends them at once. At
+a SIGHUP the files of tenants and TLS are read again.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
     from npugrad_server.config import LoadedSettings, ServerSettings
     from npugrad_server.pool import PoolSettings
     from npugrad_server.rpc.tracing import RpcTracing
+    from npugrad_server.watched_files import FileWatch
 
 _FAREWELL_S = 1.0
 """Seconds for clients to read their last answers and the end of their connections."""
@@ -95,8 +97,8 @@ async def serve(
     for name, value in loaded.settings:
         # The pool's settings have the values that defaults such as "auto" resolved to.
         log.info("setting", name=name, value=getattr(made, name, value), origin=loaded.origins[name])
-    stop.install()
     app = App(loaded.settings, made, registry)
+    stop.install(app.reload)
     try:
         await app.start()
         await until(stop.asked, app.ready())
@@ -134,10 +136,17 @@ class StopSignals:
         self.at_once = asyncio.Event()
         self.first = ""
 
-    def install(self) -> None:
-        """Handles SIGTERM and SIGINT on the running loop."""
+    def install(self, reload: Callable[[], None]) -> None:
+        """Handles SIGTERM and SIGINT on the running loop, and calls `reload` at each SIGHUP."""
+        loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, self.ask, signal.Signals(number).name)
+            loop.add_signal_handler(number, self.ask, signal.Signals(number).name)
+
+        def hung_up() -> None:
+            get_logger().info("signal", signal="SIGHUP", action="read the files again")
+            reload()
+
+        loop.add_signal_handler(signal.SIGHUP, hung_up)
 
     def ask(self, name: str) -> None:
         """Handles one signal."""
@@ -169,6 +178,12 @@ class App:
         self._resources = AsyncExitStack()
         self.address = settings.listen_address
         self.metrics_address: Address | None = None
+        self._looks: list[FileWatch[Any]] = []
+
+    def reload(self) -> None:
+        """Reads the files of tenants and TLS at once, and takes them as they are."""
+        for look in self._looks:
+            look.look_now()
 
     async def start(self) -> None:
         """Binds the ports, starts the workers and serves; devices become ready later.
@@ -198,9 +213,11 @@ class App:
         self._resources.push_async_callback(self.pool.close)
         self._keep(keep_reaping())
         self._keep(tenants.watch())
+        self._looks.append(tenants.looks)
         self._keep(LoopLag(metrics.registry).watch())
         if self._certificates is not None:
             self._keep(self._certificates.watch())
+            self._looks.append(self._certificates.looks)
         watching = asyncio.create_task(self._memory.watch(self._funnel.calls, self.address.port))
         self._resources.callback(watching.cancel)
         metrics.show_pool(self.pool, asyncio.get_running_loop())

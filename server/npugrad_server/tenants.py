@@ -6,9 +6,7 @@ arrive afterwards, also on existing connections.
 
 from __future__ import annotations
 
-import asyncio
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from pydantic import (
@@ -25,6 +23,7 @@ from npugrad.call import PRIORITIES
 from npugrad.errors import TenantRefused
 from npugrad_server.logs import get_logger
 from npugrad_server.pool.tenant import OTHERS, Tenant
+from npugrad_server.watched_files import LOOK_INTERVAL_S, FileWatch, read_file
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -33,10 +32,6 @@ else:
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-LOOK_INTERVAL_S = 1.0
-"""How often the file is checked. A changed file is taken once it is the same at the next check, so that a
-half-written file is not taken for a whole one."""
 
 MAX_IDENTITY = 255
 """Longest identity, in characters."""
@@ -203,7 +198,7 @@ def parse_tenants(path: str, content: bytes) -> TenantTable:
 
 def _content(path: str) -> bytes:
     try:
-        return Path(path).read_bytes()
+        return read_file(path)
     except OSError as error:
         raise TenantsError(f"tenants: cannot read {path!r}: {error.strerror}") from None
 
@@ -220,12 +215,9 @@ def _problems(path: str, error: ValidationError) -> Iterator[str]:
 class LiveTenants:
     """The current table of tenants; the file is read again when it changes.
 
-    The file's contents are compared, so it does not matter how a change came about: by a rename, by swapping
-    a symbolic link above it, as Kubernetes does, or by writing into the file.
-
     Attributes:
         table: The one in use.
-        look_count: Number of checks of the file since the start.
+        looks: The checks of the file.
     """
 
     def __init__(self, path: str | None = None, look_interval_s: float = LOOK_INTERVAL_S) -> None:
@@ -238,44 +230,41 @@ class LiveTenants:
         Raises:
             TenantsError: The file cannot be used.
         """
-        self._path, self._look_interval_s, self._log = path, look_interval_s, get_logger()
+        self._path, self._log = path, get_logger()
         self._content = b"" if path is None else _content(path)
         self.table = TenantTable() if path is None else parse_tenants(path, self._content)
-        self.look_count = 0
+        self.looks = FileWatch(lambda: _look(path or ""), look_interval_s)
         self._told: tuple[str, ...] = ()
 
     async def watch(self) -> None:
         """Checks the file for changes until cancelled."""
-        seen: bytes | TenantsError = self._content
-        while self._path is not None:
-            await asyncio.sleep(self._look_interval_s)
-            found = await asyncio.to_thread(_look, self._path)
-            if isinstance(found, TenantsError):
-                self._keep(found)
-            elif found == seen and (found != self._content or self._told):
-                self._take(self._path, found)
-            seen = found
-            self.look_count += 1
+        if self._path is None:
+            return
+        async for content, problems in self.looks.rested():
+            if problems:
+                self._keep(problems)
+            elif content != self._content or self._told:
+                self._take(self._path, content)
 
     def _take(self, path: str, content: bytes) -> None:
         try:
             table = parse_tenants(path, content)
         except TenantsError as error:
-            self._keep(error)
+            self._keep(error.problems)
             return
         self._content, self.table, self._told = content, table, ()
         names = sorted({tenant.name for tenant in table.listed.values()})
         self._log.info("tenants swapped", tenants=names, gateways=sorted(table.gateways))
 
-    def _keep(self, error: TenantsError) -> None:
+    def _keep(self, problems: tuple[str, ...]) -> None:
         """Logs once that the file cannot be used, and keeps the current table."""
-        if error.problems != self._told:
-            self._told = error.problems
-            self._log.warning("tenants kept", problems=list(error.problems))
+        if problems != self._told:
+            self._told = problems
+            self._log.warning("tenants kept", problems=list(problems))
 
 
-def _look(path: str) -> bytes | TenantsError:
+def _look(path: str) -> tuple[bytes, tuple[str, ...]]:
     try:
-        return _content(path)
+        return _content(path), ()
     except TenantsError as error:
-        return error
+        return b"", error.problems

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
+
+from npugrad_server.watched_files import read_files
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -77,15 +78,12 @@ def read_tls(settings: ServerSettings) -> TlsFiles | None:
 
 def read_contents(settings: ServerSettings) -> FileContents:
     """Reads the files of the settings without checking them; empty if TLS is off."""
-    contents: FileContents = {}
-    for name in _NAMES if settings.tls != "off" else ():
-        path = getattr(settings, name)
-        if path is not None:
-            try:
-                contents[name] = Path(path).read_bytes()
-            except OSError as error:
-                contents[name] = error.strerror or str(error)
-    return contents
+    names = [name for name in _NAMES if settings.tls != "off" and getattr(settings, name) is not None]
+    found = read_files(getattr(settings, name) for name in names)
+    return {
+        name: (one.strerror or str(one)) if isinstance(one, OSError) else one
+        for name, one in zip(names, found, strict=True)
+    }
 
 
 def try_contents(settings: ServerSettings, contents: FileContents) -> TlsFiles:

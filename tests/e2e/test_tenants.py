@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -70,6 +72,12 @@ def test_a_caller_is_who_its_certificate_says_and_the_file_is_read_again(
         path.write_text(FILE + "weight = -1\n")
         eventually(lambda: server.log_lines("tenants kept"), "the file is refused", server)
         path.write_text(FILE + '[[tenant]]\nname = "audio"\nidentities = ["audio.example.org"]\n')
+        server.signal(signal.SIGHUP)
         eventually(lambda: server.log_lines("tenants swapped"), "the file is taken", server)
         client.server_info()  # over the connection that there was
     assert server.find_log("call", tenant="audio")["status"] == "OK"
+    path.unlink()
+    os.mkfifo(path)  # nobody writes into it, and the server ends in time all the same
+    eventually(lambda: len(server.log_lines("tenants kept")) == 2, "the pipe is refused", server)
+    [problem] = server.log_lines("tenants kept")[1]["problems"]
+    assert problem == f"tenants: cannot read {str(path)!r}: not a regular file"

@@ -205,12 +205,12 @@ async def test_a_file_that_cannot_be_used_changes_nothing_and_is_told_once(bad: 
         async with watched(path) as live:
             old = live.table
             put(path, ENTRY)
-            await until(lambda: live.look_count > 5)
+            await until(lambda: live.looks.look_count > 5)
             assert not lines, "the same file again is no news"
             put(path, ENTRY.replace("a.example", "b.example") + bad)
             await until(lambda: lines)
-            looks = live.look_count
-            await until(lambda: live.look_count > looks + 5)
+            looks = live.looks.look_count
+            await until(lambda: live.looks.look_count > looks + 5)
             assert live.table is old
             await asyncio.to_thread(path.unlink)
             await until(lambda: len(lines) == 2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from typing import TYPE_CHECKING
 
@@ -12,6 +11,7 @@ from prometheus_client.registry import Collector
 
 from npugrad_server.logs import get_logger
 from npugrad_server.tls import TlsFilesError, read_contents, try_contents, when
+from npugrad_server.watched_files import LOOK_INTERVAL_S, FileWatch, aside
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -21,23 +21,15 @@ if TYPE_CHECKING:
     from npugrad_server.config import ServerSettings
     from npugrad_server.tls import FileContents, TlsFiles
 
-LOOK_INTERVAL_S = 1.0
-"""How often the files are checked."""
-_LEFT_ALONE = 0.25
-"""Fraction of that for which changed files must stay the same, so that a half-written file is not taken for a
-whole one; files that differ at every check are still taken."""
-
 
 class LiveCertificates(Collector):
     """The certificates that handshakes use, and their metrics.
 
     Attributes:
         files: The files in use.
-        look_count: Number of checks of the files since the start.
+        looks: The checks of the files.
 
-    An asyncio thread reads all files each second and compares their contents, so it does not matter how a
-    change came about: by a rename, by swapping a symbolic link above them, as Kubernetes does, or by writing
-    into the files. Unusable files are logged once, and the previous contents stay in use.
+    Unusable files are logged once, and the previous contents stay in use.
 
     Threads: gRPC calls `fetch` at each handshake, on its own threads and not on the event loop's.
     """
@@ -52,11 +44,11 @@ class LiveCertificates(Collector):
         Raises:
             TlsFilesError: TLS cannot be served with them.
         """
-        self._settings, self._look_interval_s, self._log = settings, look_interval_s, get_logger()
+        self._settings, self._log = settings, get_logger()
         self._contents = read_contents(settings)
         self.files = try_contents(settings, self._contents)
         self._configuration = self._given = _configuration(self.files)
-        self.look_count = 0
+        self.looks = FileWatch(lambda: read_contents(settings), look_interval_s)
         self._told: tuple[str, ...] = ()
         self._lock = threading.Lock()
         self._handshake_count = self._swap_count = self._kept_count = 0
@@ -80,23 +72,13 @@ class LiveCertificates(Collector):
 
     async def watch(self) -> None:
         """Checks the files for changes until cancelled."""
-        left_alone_s = self._look_interval_s * _LEFT_ALONE
-        pause_s = self._look_interval_s
-        while True:
-            await asyncio.sleep(pause_s)
-            pause_s = self._look_interval_s
-            found = await asyncio.to_thread(read_contents, self._settings)
+        async for found in self.looks.rested():
             if found != self._contents or self._told:
-                await asyncio.sleep(left_alone_s)
-                if found == await asyncio.to_thread(read_contents, self._settings):
-                    await self._take(found)
-                else:
-                    pause_s = left_alone_s
-            self.look_count += 1
+                await self._take(found)
 
     async def _take(self, contents: FileContents) -> None:
         try:
-            files = await asyncio.to_thread(try_contents, self._settings, contents)
+            files = await aside(lambda: try_contents(self._settings, contents))
         except TlsFilesError as error:
             if error.problems != self._told:
                 self._told = error.problems

@@ -16,6 +16,7 @@ from tests.server.pool.pools import until
 from npugrad_server.config import ServerSettings
 from npugrad_server.rpc.certificates import LiveCertificates
 from npugrad_server.tls import TlsFilesError
+from npugrad_server.watched_files import RESTS
 
 AUTHORITY = trustme.CA()
 
@@ -106,8 +107,8 @@ async def test_a_pair_of_two_halves_keeps_the_old_one_and_is_told_once(
         old, second = live.files, new_pair()
         folder.certificate.write_bytes(second[0])
         await until(lambda: lines)
-        looks = live.look_count
-        await until(lambda: live.look_count > looks + 5)
+        looks = live.looks.look_count
+        await until(lambda: live.looks.look_count > looks + 5)
         assert live.files is old
         assert live.fetch() is None
         folder.key.write_bytes(second[1])
@@ -163,13 +164,20 @@ def test_files_that_cannot_be_used_are_refused_at_the_start(folder: Folder) -> N
         LiveCertificates(folder.settings)
 
 
-async def test_files_that_change_at_each_look_are_taken_too(folder: Folder) -> None:
-    async with watched(folder, look_interval_s=0.2) as live:
+async def test_files_are_taken_once_they_rest_or_at_once_if_asked(folder: Folder) -> None:
+    """A bundle of authorities is written in two halves, of which the first would do."""
+    both = AUTHORITY.cert_pem.bytes(), trustme.CA().cert_pem.bytes()
+    async with watched(folder, look_interval_s=0.05) as live:
         first = live.files
-        for _ in range(20):
-            looks = live.look_count
-            folder.write(new_pair(), AUTHORITY.cert_pem.bytes())
-            await until(lambda looks=looks: live.look_count > looks)  # type: ignore[misc]
-            if live.files is not first:
-                return
-        pytest.fail("not taken")
+        for round_ in range(2 * RESTS):
+            looks = live.looks.look_count
+            folder.client_ca.write_bytes(both[round_ % 2])
+            await until(lambda looks=looks: live.looks.look_count >= looks + RESTS)  # type: ignore[misc]
+            assert live.files is first
+        folder.client_ca.write_bytes(b"".join(both))
+        await until(lambda: live.files is not first)
+        assert live.files.client_ca == b"".join(both)
+    async with watched(folder, look_interval_s=60) as live:
+        folder.client_ca.write_bytes(both[1])
+        live.looks.look_now()
+        await until(lambda: live.files.client_ca == both[1])
