@@ -6,13 +6,16 @@ the event loop: a server whose loop hangs fails its probes, even if its threads 
 
 from __future__ import annotations
 
+import io
 import socket
 import sys
 import threading
 import time
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from socketserver import ThreadingMixIn
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from prometheus_client import make_wsgi_app
@@ -31,10 +34,15 @@ if TYPE_CHECKING:
 LIVEZ, READYZ = "/livez", "/readyz"
 PROBE_TIMEOUT_S = 2.0
 """Seconds a probe waits for the event loop: less than a prober waits, so that it learns the reason."""
-_CALLER_TIMEOUT_S = 10.0
-"""Seconds a caller may leave its connection idle before it is closed."""
+_CALLER_LIMIT_S = 10.0
+"""Seconds for a caller to send its whole request and read the answer."""
 _MAX_CALLERS = 64
-"""Callers served at once; more are turned away, so that they cannot exhaust memory and files."""
+"""Callers at once; the next one takes the place of the oldest that is sending or reading, so that slow ones
+cannot keep probes out, and no number of them exhausts memory and files."""
+_SCRAPES = 4
+"""Answers to others than probes that are made at once."""
+_MAX_HEAD_BYTES = 16 << 10
+"""Bytes of a request that are read."""
 _TEXT = ("Content-Type", "text/plain; charset=utf-8")
 
 
@@ -139,7 +147,7 @@ def serve_pages(pages: Pages, address: Address) -> tuple[Address, Callable[[], N
         server = _Server(address)
     except OSError as error:
         raise AddressError(f"cannot serve metrics on {address}: {error.strerror or error}") from None
-    server.set_app(pages)
+    server.serve(pages)
     thread = threading.Thread(target=server.serve_forever, name="pages", daemon=True)
     thread.start()
 
@@ -151,11 +159,55 @@ def serve_pages(pages: Pages, address: Address) -> tuple[Address, Callable[[], N
     return address.with_port(server.server_port), close
 
 
+@dataclass(eq=False)
+class _Caller:
+    """One connection.
+
+    Attributes:
+        begun_s: When it was accepted.
+        is_answered: Whether its answer is being made: such a caller keeps its place.
+        is_ended: Whether it was ended before its answer.
+    """
+
+    connection: socket.socket
+    begun_s: float = field(default_factory=time.monotonic)
+    is_answered: bool = False
+    is_ended: bool = False
+
+    def end(self) -> None:
+        """Ends the connection; its thread notices."""
+        self.is_ended = True
+        with suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
+
+
+class _Head(io.BufferedReader):
+    """A request; lines beyond its limit are not there."""
+
+    _left = _MAX_HEAD_BYTES
+
+    def readline(self, size: int | None = -1, /) -> bytes:
+        limit = self._left if size is None or size < 0 else min(size, self._left)
+        line = super().readline(limit)
+        self._left -= len(line)
+        return line
+
+
 class _Handler(WSGIRequestHandler):
-    timeout = _CALLER_TIMEOUT_S
+    timeout = _CALLER_LIMIT_S
+
+    def setup(self) -> None:
+        super().setup()
+        self.rfile = _Head(self.rfile.detach())
+
+    def get_environ(self) -> dict[str, Any]:
+        return {**super().get_environ(), _CALLER: cast("_Server", self.server).callers[self.connection]}
 
     def log_message(self, format: str, *args: Any) -> None:  # the library chose the name
         """Logs nothing: a probe every few seconds is not an event."""
+
+
+_CALLER = "npugrad.caller"
 
 
 class _Server(ThreadingMixIn, WSGIServer):
@@ -167,8 +219,26 @@ class _Server(ThreadingMixIn, WSGIServer):
             address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
         self.address_family = found[0][0]
-        self._room = threading.BoundedSemaphore(_MAX_CALLERS)
+        self.callers: dict[socket.socket, _Caller] = {}
+        self._lock = threading.Lock()
         super().__init__((str(found[0][4][0]), address.port), _Handler)
+
+    def serve(self, pages: Pages) -> None:
+        """Serves the pages from now on."""
+        at_once = threading.BoundedSemaphore(_SCRAPES)
+
+        def answer(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+            caller: _Caller = environ[_CALLER]
+            with nullcontext() if environ["PATH_INFO"] in (LIVEZ, READYZ) else at_once:
+                caller.is_answered = True
+                try:
+                    if caller.is_ended:
+                        return _say(start_response, "503 Service Unavailable", "too many callers")
+                    return pages(environ, start_response)
+                finally:
+                    caller.is_answered = False
+
+        self.set_app(answer)
 
     def get_request(self) -> Any:
         try:
@@ -178,20 +248,44 @@ class _Server(ThreadingMixIn, WSGIServer):
             raise
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if not self._room.acquire(blocking=False):
+        with self._lock:
+            is_room = len(self.callers) < _MAX_CALLERS or self._make_room()
+            if is_room:
+                self.callers[request] = _Caller(request)
+        if not is_room:
             self.shutdown_request(request)
             return
         try:
             super().process_request(request, client_address)
         except BaseException:
-            self._room.release()
+            self._forget(request)
             raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._room.release()
+            self._forget(request)
+
+    def _forget(self, request: socket.socket) -> None:
+        with self._lock:
+            del self.callers[request]
+
+    def _make_room(self) -> bool:
+        """Ends the caller that has been sending or reading for longest, if there is one."""
+        for caller in self.callers.values():
+            if not caller.is_answered and not caller.is_ended:
+                caller.end()
+                return True
+        return False
+
+    def service_actions(self) -> None:
+        """Ends callers that take too long; the library calls it twice a second."""
+        oldest_s = time.monotonic() - _CALLER_LIMIT_S
+        with self._lock:
+            for caller in self.callers.values():
+                if caller.begun_s < oldest_s and not caller.is_ended:
+                    caller.end()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Logs callers that disconnect or stay silent; the library would print a traceback."""

@@ -3,7 +3,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,21 +109,43 @@ async def test_pages_are_read_and_nothing_else_and_other_paths_are_not_found() -
             assert found == (404, "the pages are /metrics, /livez, /readyz\n"), path
 
 
-async def test_callers_that_say_nothing_are_limited_and_harm_no_other() -> None:
+def _connected(address: str) -> socket.socket:
+    host, _, port = address.rpartition(":")
+    return socket.create_connection((host, int(port)), 30)
+
+
+@pytest.mark.parametrize("sent", [b"", b"G", b"GET /livez HTTP/1.1\r\nX: ", b"GET /metrics HTTP/1.0\r\n\r\n"])
+async def test_slow_callers_keep_no_probe_out(sent: bytes) -> None:
+    async with served() as (address, pages):
+        pages.show_state(State(), Pool())
+        with ExitStack() as slow:
+            for _ in range(64 + 6):
+                caller = slow.enter_context(_connected(address))
+                caller.sendall(sent)
+            for _ in range(3):
+                for path in PATHS:
+                    assert (await fetched(address, path))[0] == 200
+
+
+async def test_a_request_has_a_limit_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("npugrad_server.pages._CALLER_LIMIT_S", 0.3)
     async with served() as (address, _):
-        host, _, port = address.rpartition(":")
-        silent = [socket.create_connection((host, int(port)), 30) for _ in range(64)]
-        with pytest.raises(OSError, match=r"."):  # closed before it is answered, or reset
-            await fetched(address, "/livez")
-        for caller in silent:
-            caller.close()
-        for _ in range(1000):  # until their threads have seen it
-            try:
-                assert (await fetched(address, "/livez"))[0] == 200
-            except OSError:
-                continue
-            return
-        pytest.fail("nobody is answered any more")
+        with _connected(address) as caller:
+            caller.setblocking(False)
+            loop = asyncio.get_running_loop()
+            with suppress(ConnectionError):  # until the server ends it, which sees bytes all the time
+                while not (ended := loop.create_task(loop.sock_recv(caller, 1))).done():
+                    await loop.sock_sendall(caller, b"G")
+                    await asyncio.wait([ended], timeout=0.05)
+
+
+async def test_a_request_of_many_megabytes_is_not_read() -> None:
+    async with served() as (address, pages):
+        pages.show_state(State(), Pool())
+        with _connected(address) as caller, suppress(ConnectionError):
+            await asyncio.to_thread(caller.sendall, b"GET /livez HTTP/1.0\r\nX: " + b"x" * (64 << 20))
+            pytest.fail("read to its end")
+        assert (await fetched(address, "/livez"))[0] == 200
 
 
 async def test_taken_port_is_named() -> None:
