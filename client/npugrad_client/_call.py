@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 CHUNKED_FROM_BYTES = 2**16
 """In a streamed call, operands below this length travel in the header."""
 _INFER_FROM_BYTES = 2**16
-"""With less operand data than this, the reply is small too: no need to infer it to choose how to send."""
+"""With less operand data than this, the reply is small too: it is inferred when the first one is checked."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ def prepare(
     if product is not None:
         expected = _require_legal(record, call)
     elif sum(meta.nbytes for meta, _ in packed.values()) >= _INFER_FROM_BYTES:
-        expected = _infer(record, call)
+        expected = infer(record, call)
     contents = {n: data for n, (_, data) in packed.items() if data is not None}
     unused = _unused(record, call, contents) if expected else frozenset()
     if unused:
@@ -204,7 +204,7 @@ def _require_legal(record: OpRecord, call: CallMeta) -> Mapping[str, TensorMeta 
     return verdict.outputs
 
 
-def _infer(record: OpRecord, call: CallMeta) -> Mapping[str, TensorMeta | None] | None:
+def infer(record: OpRecord, call: CallMeta) -> Mapping[str, TensorMeta | None] | None:
     """Returns the outputs; None if no product accepts the call. The server's product is unknown here."""
     for product in dict.fromkeys((call.product, *Product)):
         verdict = validate_call(record, replace(call, product=product))

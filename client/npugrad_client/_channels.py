@@ -46,7 +46,10 @@ _ENDLESS_S = 1e9
 
 _OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_send_message_length", codec.MAX_MESSAGE_BYTES),
-    ("grpc.max_receive_message_length", codec.MAX_MESSAGE_BYTES),
+    # A chunk or a unary reply, with room for the rest: a server cannot make a client hold more at once.
+    ("grpc.max_receive_message_length", codec.MAX_CHUNK_BYTES + 2**16),
+    # None but "identity": a small message could become a huge one.
+    ("grpc.compression_enabled_algorithms_bitset", 1),
     # Detects a lost connection while a call is quiet. Not more often, because a server counts pings and
     # closes the connection, with its calls, of a client that sends too many (ours accepts one in 30 s, gRPC's
     # default is one in 300 s).

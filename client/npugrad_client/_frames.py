@@ -11,7 +11,7 @@ from npugrad import codec, layout
 from npugrad.errors import NpugradError, RequestError
 from npugrad.frames import Chunk
 from npugrad.timeline import TIMELINE_KEY
-from npugrad_client._call import CHUNKED_FROM_BYTES, Answer
+from npugrad_client._call import CHUNKED_FROM_BYTES, Answer, infer
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
@@ -210,10 +210,11 @@ def _decode(prepared: Prepared, message: Any, clock: CallClock | None) -> codec.
         result = codec.decode_response(record, message, clock)
     except RequestError as error:  # the request was fine: not the caller's mistake
         raise broken(record, str(error).removeprefix(f"{record.name}: ")) from None
+    expected = prepared.expected or (not prepared.is_refused and infer(record, prepared.call)) or {}
     for name, meta in result.metas.items():
         if meta is not None and not (meta.is_contiguous and meta.dtype.has_data):
             raise broken(record, f"found {meta} as {name}; expected it contiguous and of a type with data")
-        wanted = prepared.expected.get(name, meta)
+        wanted = expected.get(name, meta)
         target = prepared.targets.get(name)
         if target is not None and meta is not None:
             wanted = prepared.call.outputs[name]

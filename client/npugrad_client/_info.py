@@ -14,7 +14,7 @@ from npugrad.ops import get_operator
 from npugrad.products import Product, product_from_name, product_from_wire
 from npugrad.recipe import Recipe
 from npugrad.registry import REGISTRY, Registry
-from npugrad.representation import counted, html_table, in_lines, some
+from npugrad.representation import counted, html_table, in_lines, make_printable, some
 from npugrad.v1 import server_pb2
 from npugrad.validation import make_call, validate_call
 from npugrad_client import _arrays
@@ -311,6 +311,7 @@ def _known(
 
 def decode_verdict(response: validation_pb2.ValidateResponse) -> Verdict:
     """Decodes the verdict of a server; raises NpugradError if it is malformed."""
+    make_printable(response)
     try:
         outputs: dict[str, TensorMeta | None] = {
             o.name: codec.decode_meta(o.meta, "validate", o.name) if o.HasField("meta") else None
@@ -337,6 +338,7 @@ def _sources(messages: Any) -> tuple[Source, ...]:
 
 def decode_server_info(response: server_pb2.GetServerInfoResponse) -> ServerInfo:
     """Decodes the description of a server; raises NpugradError if its product is unknown here."""
+    make_printable(response)
     product = product_from_wire(response.product)
     if product is None:
         raise NpugradError(
@@ -377,6 +379,7 @@ def encode_list(product: Product | str | None) -> server_pb2.ListOperatorsReques
 
 def decode_operators(response: server_pb2.ListOperatorsResponse) -> tuple[OperatorInfo, ...]:
     """Decodes the list of operators."""
+    make_printable(response)
     return tuple(
         OperatorInfo(
             name=o.name,

@@ -71,6 +71,7 @@ from npugrad.errors import (
     error_from_details,
 )
 from npugrad.ops import OPERATORS
+from npugrad.representation import printable
 from npugrad.status import decode_status
 from npugrad.v1 import server_pb2
 from npugrad_client._targets import DEFAULT_PORT
@@ -271,7 +272,7 @@ def _trailers(error: Any) -> dict[str, Any]:
 def _without_details(error: Any, attempt: Attempt, is_ours: bool) -> NpugradError:
     # A stub raises an error that is both an RpcError and a Call, which its type does not say.
     code = error.code() if hasattr(error, "code") else grpc.StatusCode.UNKNOWN
-    said = (error.details() if hasattr(error, "details") else str(error)) or "no details"
+    said = printable((error.details() if hasattr(error, "details") else str(error)) or "no details")
     cls = _class_of(code, said, _trailers(error))
     if cls is Cancelled and not is_ours:
         # Not cancelled here: the server is ending, or a proxy lost it. Or its clock was ahead of ours.

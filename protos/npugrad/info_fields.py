@@ -37,13 +37,17 @@ def decode_info(message: operators_pb2.ExecutionInfo, recorded: Recorded | None 
         recorded: What the client measured of the call.
 
     Raises:
-        MalformedRequest: Unknown product.
+        MalformedRequest: The product is unknown, or a name has control characters.
     """
     product = product_from_wire(message.product)
     if product is None:  # never guessed: a result must say what it was computed for
         found = f"info: found product {message.product}"
         raise MalformedRequest(f"{found}; expected one of the contract's numbers")
     fields = {name: getattr(message, name) for name in _INFO_FIELDS}
+    texts = [value for value in fields.values() if isinstance(value, str)]
+    texts += [each.name for each in message.verified]
+    if not all(map(str.isprintable, texts)):
+        raise MalformedRequest("info: found control characters; expected names")
     verified = tuple(
         VerifiedOutput(v.name, v.max_absolute_error, v.max_relative_error, v.tolerance_used)
         for v in message.verified

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from google.protobuf.message import Message
+
 WIDTH = 100
 """Maximum columns of a line."""
 _INDENT = "    "
@@ -35,6 +37,31 @@ def in_lines(name: str, parts: Iterable[str]) -> str:
 def shortened(text: str, most: int) -> str:
     """The text, truncated with dots if it is longer than `most` characters."""
     return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def printable(text: str) -> str:
+    """The text with escapes for control characters, which a terminal would obey; lines stay."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+
+
+def make_printable(message: Message) -> None:
+    """Replaces all text of a message from another host by `printable` text."""
+    for name, value in message.ListFields():
+        if isinstance(value, str):
+            setattr(message, name.name, printable(value))
+        elif name.type == name.TYPE_MESSAGE and not name.is_repeated:
+            make_printable(value)
+        elif hasattr(value, "items"):
+            texts = {printable(key): printable(text) for key, text in value.items()}
+            value.clear()
+            value.update(texts)
+        elif name.type == name.TYPE_MESSAGE:
+            for each in value:
+                make_printable(each)
+        elif name.type == name.TYPE_STRING:
+            value[:] = map(printable, value)
 
 
 def counted(count: int, noun: str) -> str:

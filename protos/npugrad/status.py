@@ -15,6 +15,7 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 from npugrad.error_table import BY_REASON, DOMAIN
 from npugrad.errors import ErrorDetails, NpugradError, OperatorError, RequestError, TransportError, Violation
 from npugrad.ops import OPERATORS
+from npugrad.representation import make_printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -99,6 +100,8 @@ def decode_status(
             retry_after_s = retry.retry_delay.seconds + retry.retry_delay.nanos / 1e9
     if info.domain != DOMAIN or info.reason not in BY_REASON:
         return None
+    for text in (status, info, bad_request):
+        make_printable(text)
     metadata = dict(info.metadata)
     violations = tuple(
         _violation(records.get(metadata.get("operator", "")), v) for v in bad_request.field_violations

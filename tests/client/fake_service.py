@@ -185,7 +185,8 @@ def stream_zeros(
     message, follow = response(record, decoded(record, request), chunk_from_bytes=1)
     yield header_frame(record, message)
     for operand, data in follow:
-        yield chunk_frame(operand, 0, bytes(data))
+        for offset in range(0, len(data), codec.CHUNK_BYTES):
+            yield chunk_frame(operand, offset, bytes(data[offset : offset + codec.CHUNK_BYTES]))
 
 
 def header_frame(record: OpRecord, message: Any) -> backward_pb2.ExecuteResponse:

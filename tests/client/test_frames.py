@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 from tests.client.both import BOTH, Make
@@ -19,15 +20,17 @@ from tests.client.fake_service import (
     group_norm,
     header_frame,
     response,
+    zeros,
 )
 
 from npugrad import OPERATORS, NpugradError, TensorMeta, codec
 from npugrad.call import CallOptions
 from npugrad.frames import Chunk, frame_decoder
 from npugrad.layout import view
+from npugrad.operator import OpRecord
 from npugrad.registry import REGISTRY
-from npugrad.v1 import backward_pb2
-from npugrad_client import _frames
+from npugrad.v1 import backward_pb2, server_pb2
+from npugrad_client import _frames, _info
 from npugrad_client._attempt import Attempt
 from npugrad_client._call import Answer, Prepared, prepare
 from npugrad_client._frames import read_response
@@ -217,6 +220,7 @@ LIES: dict[str, tuple[Lie, str]] = {
         "grad_input: found shape .* expected sizes of 0 or more",
     ),
     "no product": (edited(lambda m: setattr(m.info, "product", 0)), "info: found product 0"),
+    "controls": (edited(lambda m: setattr(m.info, "device", "npu\x1b[2J")), "info: found control characters"),
     "ends early": (lambda f: f[:-1], "found 16 bytes of grad_beta at its end; expected 32"),
     "no chunks": (lambda f: f[:1], f"found 0 bytes of grad_input at its end; expected {NBYTES}"),
     "out of order": (
@@ -359,3 +363,66 @@ def test_a_unary_reply_is_copied_out_of_the_message() -> None:
     expected = view(TensorMeta("uint32", SHAPE), message.grad_input.data)
     np.testing.assert_array_equal(found.view(np.uint32), expected)
     found[...] = 0  # memory of its own
+
+
+SMALL = (2, 4, 8)
+SMALL_LIES: list[tuple[Callable[[Any], object], str]] = [
+    (lambda m: m.ClearField("grad_beta"), r"found nothing as grad_beta; expected float32\[4\]"),
+    (lambda m: m.grad_input.meta.shape.__setitem__(2, 2), r"grad_input: found 256 bytes of content"),
+    (lambda m: m.grad_input.meta.shape.reverse(), r"found float32\[8, 4, 2\] as grad_input"),
+    (
+        lambda m: setattr(m.grad_input.meta, "data_type", TensorMeta("int32", ()).dtype.wire),
+        r"found int32\[2, 4, 8\] as grad_input; expected float32\[2, 4, 8\]",
+    ),
+    (lambda m: setattr(m.info, "backend", "\x07"), "info: found control characters"),
+]
+
+
+@BOTH
+def test_a_lie_about_a_small_call_is_named_too(make: Make) -> None:
+    """With a plan or without: small calls are not inferred before they are sent."""
+    lies: list[Callable[[Any], object]] = []
+
+    def unary(record: OpRecord, request: Any, context: Context) -> Any:
+        message = zeros(record, request, context)
+        lies.pop()(message)
+        return message
+
+    with fake_service(unary) as service, make(service.address, timeout_s=60) as client:
+        for is_planned in (False, True):
+            for lie, message in SMALL_LIES:
+                lies.append(lie)
+                with pytest.raises(NpugradError, match=f"{MALFORMED}: .*{message}") as caught:
+                    client.group_norm_backward(**call_of(SMALL))
+                assert type(caught.value) is NpugradError, is_planned
+            lies.append(lambda message: None)
+            client.group_norm_backward(**call_of(SMALL))
+
+
+@BOTH
+def test_compressed_replies_are_refused_and_huge_ones_asked_for_in_pieces(make: Make) -> None:
+    def compressed(record: OpRecord, request: Any, context: Context) -> Any:
+        context.set_compression(grpc.Compression.Gzip)
+        return zeros(record, request, context)
+
+    with (
+        fake_service(compressed) as service,
+        make(service.address, timeout_s=60, retry=None) as client,
+        pytest.raises(NpugradError, match="Compression algorithm not supported: gzip"),
+    ):
+        client.group_norm_backward(**call_of())
+    with (
+        fake_service(lambda *_: bytes(5 * 2**20)) as service,
+        make(service.address, timeout_s=60, retry=None) as client,
+    ):
+        client.group_norm_backward(**call_of())
+        assert service.methods == ["GroupNormBackward", "Execute"]
+
+
+def test_what_a_server_says_cannot_command_a_terminal() -> None:
+    reply = server_pb2.GetServerInfoResponse(product=1, operators=["a\x1b[31m"], versions={"torch": "\x9b1"})
+    reply.devices.add(name="npu:0", description="line\nline\t\x00")
+    found = _info.decode_server_info(reply)
+    assert found.operators == ("a\\x1b[31m",)
+    assert found.versions == {"torch": "\\x9b1"}
+    assert found.devices[0].description == "line\nline\\t\\x00"
