@@ -72,6 +72,11 @@ class _Home:
             _OPEN.add(self)
         return found
 
+    def give_up(self, server: int, stubs: Stubs | None) -> None:
+        """Opens a new channel for the next call, if the given one is still used; calls on it go on."""
+        if stubs is not None and self._stubs.get(server) is stubs:
+            del self._stubs[server]
+
     async def close(self) -> None:
         self.closing.set()
         self._stubs = {}
@@ -234,22 +239,25 @@ class AsyncTransport:
         """Sends an RPC to a server and reads the reply; translates grpc's exceptions to ours."""
         try:
             stubs = home.stubs(server)
-            attempt.proxy = stubs.proxy
+            attempt.carried_by(stubs)
             if attempt.is_streamed and isinstance(rpc, Call):
                 return await _streamed(stubs, rpc.streamed(), attempt, rpc.clock)
             request = rpc.encode()
             attempt.packed_s = time.monotonic()
             reply = await rpc.method(stubs)(request, timeout=attempt.timeout_s, metadata=attempt.metadata)
             attempt.received_s = time.monotonic()
+            attempt.hear()
             return rpc.read(reply, attempt)
         except grpc.RpcError as error:
-            raise translate(
-                error, attempt, is_ours=self._was_closed(), records=self._registry.records
-            ) from None
+            translated = translate(error, attempt, is_ours=self._was_closed(), records=self._registry.records)
+            home.give_up(server, attempt.silent(translated))
+            raise translated from None
         except asyncio.CancelledError:
             if self._was_closed() and not _is_cancelled():
                 raise Cancelled(f"{attempt.what}: {attempt.target}: the client was closed") from None
             raise
+        finally:
+            attempt.stubs = None  # what remains of a try keeps no channel open
 
 
 class _Stream:

@@ -6,10 +6,15 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from npugrad.errors import DeadlineExceeded
 from npugrad.status import grpc_status_name
 
 if TYPE_CHECKING:
     from npugrad.errors import NpugradError
+    from npugrad_client._channels import Stubs
+
+LEAST_AGE_S = 5.0
+"""Age below which a silent channel is not given up for a new one."""
 
 
 @dataclass
@@ -40,6 +45,7 @@ class Attempt:
         number: 1 for the first try of a call.
         stages: The server's report of its stages, serialized.
         metadata: gRPC metadata to send with it; None for none.
+        stubs: Stubs of the channel that carries it; None until there is one.
     """
 
     what: str
@@ -65,6 +71,27 @@ class Attempt:
     is_streamed: bool = False
     stages: bytes = b""
     metadata: tuple[tuple[str, str], ...] | None = None
+    stubs: Stubs | None = None
+
+    def carried_by(self, stubs: Stubs) -> None:
+        """Records which channel carries it."""
+        self.stubs, self.proxy = stubs, stubs.proxy
+
+    def hear(self) -> None:
+        """Records that something arrived from the server."""
+        if self.stubs is not None:
+            self.stubs.heard_s = time.monotonic()
+
+    def silent(self, error: NpugradError) -> Stubs | None:
+        """Its channel, if the deadline passed and nothing had arrived on it since the try began, else None.
+
+        The path may swallow packets since a NAT or a balancer lost its state, which nothing but silence
+        tells. A slow server is silent as well, so a channel that was just opened is kept.
+        """
+        found = self.stubs
+        if found is None or not isinstance(error, DeadlineExceeded) or found.heard_s >= self.started_s:
+            return None
+        return found if time.monotonic() - found.opened_s >= LEAST_AGE_S else None
 
     def fail(self, error: NpugradError) -> None:
         """Records that the try failed."""

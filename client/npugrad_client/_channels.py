@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, SupportsFloat
 
@@ -167,6 +168,8 @@ class Stubs:
         channel: The channel, which lives as long as its stubs are referenced.
         pem: The PEM parts it was opened with; None for an unencrypted connection.
         proxy: What `proxy_note` said when it was opened.
+        opened_s: When it was opened, on the monotonic clock.
+        heard_s: When anything last arrived on it; at first when it was opened.
     """
 
     def __init__(
@@ -174,6 +177,7 @@ class Stubs:
     ) -> None:
         """Makes the stubs; nothing is sent."""
         self.channel, self.pem, self.proxy = channel, pem, proxy
+        self.heard_s = self.opened_s = time.monotonic()
         # Bytes both ways: most requests and replies are encoded and decoded without a message object.
         self._unary = {
             name: channel.unary_unary(f"/{registry.backward.full_name}/{record.rpc}", _registered_method=True)

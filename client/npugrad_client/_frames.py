@@ -156,6 +156,7 @@ class Reply:
 
     def feed(self, frame: Frame) -> None:
         """Takes the next frame; raises `NpugradError` if it is out of place."""
+        self._attempt.hear()
         if self._info is None:
             self._open(frame)
         else:

@@ -142,6 +142,12 @@ class _Home:
                 found = self._stubs[server]
         return found
 
+    def give_up(self, server: int, stubs: Stubs | None) -> None:
+        """Opens a new channel for the next call, if the given one is still used; calls on it go on."""
+        with self._lock:
+            if stubs is not None and self._stubs.get(server) is stubs:
+                del self._stubs[server]
+
     @contextmanager
     def alarm(self) -> Iterator[_Alarm]:
         """An alarm that rings when the channels are closed."""
@@ -344,23 +350,28 @@ class Transport:
         try:
             with GATE:
                 stubs = home.stubs(server)
-                attempt.proxy = stubs.proxy
+                attempt.carried_by(stubs)
                 if attempt.is_streamed and isinstance(rpc, Call):
                     return _streamed(stubs, rpc.streamed(), attempt, rpc.clock, flight)
                 request = rpc.encode()
                 attempt.packed_s = time.monotonic()
                 reply = _unary(rpc.method(stubs), request, attempt, flight)
                 attempt.received_s = time.monotonic()
+                attempt.hear()
                 return rpc.read(reply, attempt)
         except grpc.RpcError as error:
             is_ours = self._is_closed or (flight is not None and flight.is_cancelled)
-            raise translate(error, attempt, is_ours=is_ours, records=self._registry.records) from None
+            translated = translate(error, attempt, is_ours=is_ours, records=self._registry.records)
+            home.give_up(server, attempt.silent(translated))
+            raise translated from None
         except grpc.FutureCancelledError:
             raise Cancelled(f"{attempt.what}: {attempt.target}: the call was cancelled") from None
         except ValueError:
             if not self._is_closed:
                 raise
             raise closed(attempt.target) from None
+        finally:
+            attempt.stubs = None  # what remains of a try keeps no channel open
 
 
 def _unary(method: Any, request: Any, attempt: Attempt, flight: Flight | None) -> Any:

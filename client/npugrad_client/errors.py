@@ -241,6 +241,8 @@ def translate(
         is_ours: Whether this client cancelled it.
         records: The operators by name.
     """
+    if _trailers(error):
+        attempt.hear()
     details = _details(error, records)
     if details is not None:
         translated = error_from_details(details)
