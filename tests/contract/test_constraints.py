@@ -103,7 +103,7 @@ def test_records_are_well_formed(record: OpRecord) -> None:
         # Where document and source differ, both sides are named.
         assert constraint.pick or constraint.vendor_code == constraint.code, constraint.id
         if constraint.pick:
-            assert "Taken: " in constraint.pick, constraint.id
+            assert "npugrad: " in constraint.pick, constraint.id
             assert "document" in constraint.pick, constraint.id
             assert "source" in constraint.pick or "vendor" in constraint.pick, constraint.id
     TopologicalSorter({c.id: c.requires for c in record.constraints}).prepare()  # refuses a cycle

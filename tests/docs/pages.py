@@ -15,6 +15,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(
     path.relative_to(ROOT).as_posix() for path in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
 )
+CODE_COLUMNS = 86
+"""What is seen of a line of code without scrolling."""
 _NOT_RUN = re.compile(r"<!-- not run: (\S.*) -->\n")
 _NAMES = ("npugrad", "npugrad-server")
 _MARKDOWN = MarkdownIt("gfm-like", {"linkify": False})

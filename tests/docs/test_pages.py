@@ -9,11 +9,12 @@ import re
 import subprocess
 from pathlib import Path
 
-from tests.docs.pages import PAGES, ROOT, anchors, links, text_of, unclosed_lines
+from tests.docs.pages import CODE_COLUMNS, PAGES, ROOT, anchors, blocks, links, text_of, unclosed_lines
 
 import npugrad_client
 import npugrad_client.torch
 from npugrad import OPERATORS
+from npugrad._tools import api_pages
 from npugrad._tools.gen_docs import PARTS
 
 
@@ -46,6 +47,19 @@ def test_blocks_of_code_end() -> None:
     assert {path: lines for path in files() if (lines := unclosed_lines(path))} == {}
 
 
+def test_lines_of_code_fit_the_column_of_a_page() -> None:
+    """In a window of 1280 pixels; what is longer is cut off. Output (`text`) is smaller, and wraps."""
+    code = [(page, block.text) for page in PAGES for block in blocks(page) if block.language != "text"]
+    lines = [(page, line) for page, text in code for line in text.splitlines()]
+    assert [(page, line) for page, line in lines if len(line) > CODE_COLUMNS] == []
+
+
+def test_nothing_tells_to_install_from_an_index() -> None:
+    """Nothing is released: anyone may register our names there. "A release" in CONTRIBUTING.md ends this."""
+    told = re.compile(r"pip3? install (-\S+ )*['\"]?npugrad")
+    assert [name for name in git("ls-files", "*.md", "*.py", "*.ipynb") if told.search(text_of(name))] == []
+
+
 def test_pages_of_the_site_link_to_no_file_outside_of_it() -> None:
     docs = ROOT / "docs"
     for path in docs.rglob("*.md"):
@@ -75,18 +89,19 @@ def test_every_generated_part_stands_on_one_page() -> None:
     assert sorted(marks) == sorted(PARTS)
 
 
-def test_every_operator_has_a_section_with_its_rules() -> None:
-    page = "docs/reference/operators.md"
+def test_every_operator_has_a_page_with_its_rules() -> None:
     for record in OPERATORS.values():
-        assert {record.name, f"rules-of-{record.name}"} <= anchors(ROOT / page)
-        section = text_of(page).partition(f"\n## {record.name}\n")[2].partition("\n## ")[0]
-        assert set(re.findall(r"^\| `([\w.]+)` \| \d{6} \|", section, re.MULTILINE)) == {
+        page = text_of(f"docs/reference/operators/{record.name}.md")
+        assert set(re.findall(r"^\| `([\w.]+)` \| \d{6} \|", page, re.MULTILINE)) == {
             rule.id for rule in record.constraints
         }
 
 
 def test_every_public_name_has_an_entry() -> None:
-    entries = set(re.findall(r"^::: ([\w.]+)$", text_of("docs/reference/api.md"), re.MULTILINE))
+    pages = api_pages.pages()
+    entries = set(re.findall(r"^::: ([\w.]+)$", "\n".join(pages.values()), re.MULTILINE))
+    listed = (ROOT / "zensical.toml").read_text("utf-8")
+    assert all(f'"reference/api/{path.partition("/")[0]}/*"' in listed for path in pages)
     names = {f"npugrad_client.{name}" for name in npugrad_client.__all__}
     names |= {f"npugrad_client.torch.{name}" for name in npugrad_client.torch.__all__}
     errors = {f"npugrad_client.errors.{name}" for name in npugrad_client.errors.__all__}

@@ -52,7 +52,7 @@ _STATISTICS = ("softmax_max", "softmax_sum")
 _LATE = (*_STATISTICS, "attention_in")
 _TYPED_LIKE_QUERY = (*_REQUIRED[1:], "attention_in")
 _LATE_NULL = (
-    "The document requires it, so a null is 161001; the vendor's source returns 561002. Taken: 161001."
+    "The document requires it, so a null is 161001; the vendor's source returns 561002. npugrad: 161001."
 )
 
 
@@ -83,7 +83,7 @@ def _dtype_rules() -> Iterator[Constraint]:
         _floats_as_int32,
         requires=("query.not_null",),
         pick="The document lists FLOAT16 and BFLOAT16; the vendor's operator definition lists FLOAT as well, "
-        "but no kernel has it. Taken: FLOAT is refused like every other type.",
+        "but no kernel has it. npugrad: FLOAT is refused like every other type.",
     )
     for name in (*_TYPED_LIKE_QUERY, *LIKE):
         yield invalid(
@@ -115,7 +115,7 @@ def _dtype_rules() -> Iterator[Constraint]:
         dtype_is("atten_mask", MASK_DTYPES),
         edited("atten_mask", as_int32),
         vendor_code=TILING_ERROR,
-        pick="The document gives 161002; the vendor's source returns 561002. Taken: 161002.",
+        pick="The document gives 161002; the vendor's source returns 561002. npugrad: 161002.",
     )
 
 
@@ -141,7 +141,7 @@ def _dtype_sources(name: str) -> tuple[Source, ...]:
 def _unless_looked_at(name: str) -> Mapping[str, str]:
     if not _is_optional_to_vendor(name):
         return {}
-    pick = "The document gives 161002; the vendor's source does not look at it. Taken: 161002."
+    pick = "The document gives 161002; the vendor's source does not look at it. npugrad: 161002."
     return {"vendor_code": "accepts", "pick": pick}
 
 

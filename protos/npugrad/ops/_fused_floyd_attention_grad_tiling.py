@@ -41,7 +41,7 @@ HEAD_DIMS = (32, 64, 128)
 _MILLION = 2**20
 _OTHER_AXES = "The document names axes 0, 2 and 4; the vendor's source compares axes 0, 1 and 4. "
 _SHAPE_NOT_CHECKED = (
-    "The document gives the shape; the vendor's source does not check it. Taken: the document, 561002."
+    "The document gives the shape; the vendor's source does not check it. npugrad: the document, 561002."
 )
 
 
@@ -95,9 +95,9 @@ def _rank_rules() -> Iterator[Constraint]:
 
 def _query_rules() -> Iterator[Constraint]:
     yield _axis_rule("query", "B", (CITE.entry(9), CITE.check(7)))
-    pick = _OTHER_AXES + "Taken: axis 1 as well, as the documented shapes have it."
+    pick = _OTHER_AXES + "npugrad: axis 1 as well, as the documented shapes have it."
     yield _axis_rule("query", "H", (CITE.check(7),), pick=pick)
-    pick = _OTHER_AXES + "Taken: axis 2 as well, the document."
+    pick = _OTHER_AXES + "npugrad: axis 2 as well, the document."
     yield _axis_rule("query", "N", (CITE.entry(9),), vendor_code="accepts", pick=pick)
     yield _axis_rule("query", "D", (CITE.entry(9), CITE.check(7)))
 
@@ -143,7 +143,7 @@ def _range_rule(axis: str, low: int, high: int, *, step: int, entry: int, check:
         requires=(f"{name}.rank",),
         vendor_code="accepts",
         pick="The document gives the range; the vendor's source has no upper limit, and with a size of 0 it "
-        f"succeeds without computing. Taken: the document{one_million}.",
+        f"succeeds without computing. npugrad: the document{one_million}.",
     )
 
 
@@ -178,7 +178,7 @@ def _head_dim_rule() -> Constraint:
         requires=("key1.rank",),
         vendor_code=lambda call: TILING_ERROR if size_of(call, "D") else "accepts",
         pick="The document and the vendor's source agree but for D = 0, where all outputs are empty and the "
-        "vendor's source succeeds without computing. Taken: the document, 561002.",
+        "vendor's source succeeds without computing. npugrad: the document, 561002.",
     )
 
 

@@ -61,7 +61,7 @@ def _dtype_rules() -> Iterator[Constraint]:
         all_of(DType.FLOAT64),
         requires=("input.not_null", "input.dtype"),
         vendor_code="accepts",
-        pick="The document does not list DOUBLE; the vendor's source accepts it. Taken: refused.",
+        pick="The document does not list DOUBLE; the vendor's source accepts it. npugrad: refused.",
     )
 
 
@@ -98,7 +98,7 @@ def _interpolation_rules() -> Iterator[Constraint]:
         requires=("interpolation_mode.choice",),
         vendor_code="accepts",
         pick="The document lists 0 and 1, as the vendor's source did in its time; newer source accepts 2. "
-        "Taken: refused.",
+        "npugrad: refused.",
     )
 
 

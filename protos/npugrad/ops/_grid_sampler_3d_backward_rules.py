@@ -50,7 +50,7 @@ _RULES = Rules(
     positive={
         "vendor_code": "accepts",
         "pick": "The document says that D, H and W of input may not be 0, and gives no code; the vendor's "
-        "source accepts it, and refuses the like in two dimensions with 161002. Taken: 161002.",
+        "source accepts it, and refuses the like in two dimensions with 161002. npugrad: 161002.",
     },
 )
 
@@ -92,7 +92,7 @@ def _dtype_rules() -> Iterator[Constraint]:
         products=frozenset({Product.ATLAS_TRAINING}),
         vendor_code="accepts",
         pick="The document excepts BFLOAT16 on the Atlas training series; the vendor's source accepts it. "
-        "Taken: refused.",
+        "npugrad: refused.",
     )
 
 
@@ -130,7 +130,8 @@ def _format_rules() -> Iterator[Constraint]:
             requires=(f"{name}.not_null",),
             vendor_code="accepts",
             pick="The document lists NCDHW and NDHWC, for grid and gridGrad NDHWC alone, passes ND in its "
-            "example, and gives no code for others; the vendor's source accepts any. Taken: others refused.",
+            "example, and gives no code for others; the vendor's source accepts any. "
+            "npugrad: others refused.",
         )
     for name in ("grad_output", "input_grad"):
         yield invalid(
@@ -143,7 +144,7 @@ def _format_rules() -> Iterator[Constraint]:
             requires=(f"{name}.format", "input.format"),
             vendor_code="accepts",
             pick="The document wants inputGrad in the format of input, without a code; the vendor's source "
-            "reads all by the format of input and accepts another. Taken: 161002, for gradOutput as well.",
+            "reads all by the format of input and accepts another. npugrad: 161002, for gradOutput as well.",
         )
     sources = _RULES.sources("double", "input")
     yield invalid(
@@ -156,7 +157,7 @@ def _format_rules() -> Iterator[Constraint]:
         requires=("input.format",),
         vendor_code="accepts",
         pick="The document excepts NDHWC for DOUBLE, and gives no code; the vendor's source accepts it. "
-        "Taken: 161002.",
+        "npugrad: 161002.",
     )
 
 

@@ -262,7 +262,7 @@ class Rules:
             check,
             lambda call: call.with_attrs(output_mask=(True, True, True)),
             pick="The document describes two entries and gives no code for another number; the vendor's "
-            "source returns 161002, older source read past the end. Taken: 161002.",
+            "source returns 161002, older source read past the end. npugrad: 161002.",
         )
 
 

@@ -133,7 +133,7 @@ def _nulls() -> Iterator[Constraint]:
             wanted=_wanted(index),
             requires=("output_mask.length",),
             vendor_code=PARAM_INVALID,
-            pick="The document gives 161001, the vendor's source returns 161002. Taken: 161001.",
+            pick="The document gives 161001, the vendor's source returns 161002. npugrad: 161001.",
         )
 
 
@@ -145,7 +145,7 @@ def _mask_rules() -> Iterator[Constraint]:
         ("output_mask",),
         lambda call: None if call.mask() is not None else Finding("null", "three bools"),
         lambda call: call.with_attrs(output_mask=None),
-        pick="The document gives no code; the vendor's source returns 161002, not 161001. Taken: 161002.",
+        pick="The document gives no code; the vendor's source returns 161002, not 161001. npugrad: 161002.",
     )
     yield invalid(
         "output_mask.length",
@@ -205,7 +205,7 @@ def _size_rules() -> Iterator[Constraint]:
             partial(_negated, name=name),
             vendor_code=vendor_code,
             pick="The document calls it a size; the vendor's source compares element counts only, and so "
-            "accepts a negative value on which no tensor's count depends. Taken: refused.",
+            "accepts a negative value on which no tensor's count depends. npugrad: refused.",
         )
     yield invalid(
         "group.positive",
@@ -257,7 +257,7 @@ def _size_rules() -> Iterator[Constraint]:
         ),
         lambda call: _rebuilt(call, n=1, c=MAX_CHANNELS + 60, hxw=1, group=60),
         products=_A2_A3,
-        pick="Known from the vendor's source and newer documents only. Taken: enforced.",
+        pick="Known from the vendor's source and newer documents only. npugrad: enforced.",
     )
 
 
@@ -274,7 +274,7 @@ def _shape_rules() -> Iterator[Constraint]:
             vendor_code=PARAM_INVALID if name == "grad_out" else "accepts",
             pick=""
             if name == "grad_out"
-            else "The document says rank 0 to 8; the vendor's source checks gradOut only. Taken: refused.",
+            else "The document says rank 0 to 8; the vendor's source checks gradOut only. npugrad: refused.",
         )
     yield from _count_rules()
     for index, (name, like) in enumerate(

@@ -53,10 +53,10 @@ _CITED: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
 """The page's rows of 161002 and the numbers of the vendor's checks, by constraint or kind of constraint."""
 _ACCEPTED: dict[str, Any] = {
     "vendor_code": "accepts",
-    "pick": "The document's parameter section says so; the vendor's source accepts others. Taken: refused.",
+    "pick": "The document's parameter section says so; the vendor's source accepts others. npugrad: refused.",
 }
 """For rules that are cited nowhere else."""
-_LOOSE = {"pick": "The document says rank 1 to 8; the vendor's source has no least rank. Taken: refused."}
+_LOOSE = {"pick": "The document says rank 1 to 8; the vendor's source has no least rank. npugrad: refused."}
 
 
 def normalized(call: CallMeta) -> tuple[int, ...]:
@@ -277,7 +277,7 @@ def _axes_rules() -> Iterator[Constraint]:
         vendor_code=_vendor_on_axes,
         pick="The document compares all entries; the vendor's source skips the first d, where input has d "
         "more axes than normalizedShape has entries, unless a wanted gradient of weight or bias reveals "
-        "the mismatch. Taken: refused.",
+        "the mismatch. npugrad: refused.",
     )
 
 
@@ -316,7 +316,7 @@ def _shape_rules() -> Iterator[Constraint]:
             _altered(name, lambda call, meta: TensorMeta(meta.dtype, (meta.size + 1,))),
             requires=(f"{name}.rank", "input.axes"),
             pick="The document's parameter section requires size 1 on the normalised axes; its error table "
-            "and the vendor's source only count elements. Taken: the count.",
+            "and the vendor's source only count elements. npugrad: the count.",
         )
     yield _shape_rule("rstd", "mean", _raised, requires=("mean.count", "rstd.count"))
     yield _shape_rule("grad_input", "input", _longer)
@@ -327,7 +327,7 @@ def _shape_rules() -> Iterator[Constraint]:
             _recounted,
             vendor_code=partial(_vendor_on_scale, name=name),
             pick="The document wants the shape; the vendor's source counts elements, and with another shape "
-            "may leave it unwritten. Taken: refused.",
+            "may leave it unwritten. npugrad: refused.",
         )
 
 

@@ -196,7 +196,7 @@ def _product_rule() -> Constraint:
         vendor_code=_when_the_kernel_is_missing,
         pick="The documents list products and give no code; the vendor's source does not look at the product "
         "and the missing kernel surfaces as 561103 (from source, inferred), but an empty input succeeds "
-        "before a kernel is looked for. Taken: 561103, before any other check.",
+        "before a kernel is looked for. npugrad: 561103, before any other check.",
     )
 
 
@@ -250,7 +250,7 @@ def _same_dtype_rule(name: str, sources: tuple[Source, ...]) -> Constraint:
         requires=("value.not_null", f"{name}.not_null"),
         vendor_code="accepts",
         pick="The documents refuse float operands of different data types; the vendor's source accepts them, "
-        "as it looks at each on its own and casts it. Taken: refused.",
+        "as it looks at each on its own and casts it. npugrad: refused.",
     )
 
 
@@ -265,7 +265,7 @@ def _format_rules() -> Iterator[Constraint]:
             _in_fractal_nz(name),
             requires=(f"{name}.not_null",),
             pick="The documents name ND without a code for another format; the vendor's source refuses "
-            "FRACTAL_NZ only. Taken: FRACTAL_NZ alone is refused.",
+            "FRACTAL_NZ only. npugrad: FRACTAL_NZ alone is refused.",
         )
 
 
@@ -291,7 +291,8 @@ def _rank_rules() -> Iterator[Constraint]:
             _with_rank(name, high + 1),
             requires=(f"{name}.not_null",),
             pick="The documents state rank 4, though an example of theirs passes rank 3; the vendor's "
-            "source requires rank 3 and refuses rank 4 with 161002. Taken: both ranks, because their memory "
+            "source requires rank 3 and refuses rank 4 with 161002. "
+            "npugrad: both ranks, because their memory "
             "layout is the same."
             if flat
             else "",

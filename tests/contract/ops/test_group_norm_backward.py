@@ -48,7 +48,7 @@ def test_null() -> None:
         assert EXAMPLE.found({name: None}) == (161001, [f"{name}.not_null"])
         (rule,) = [c for c in RECORD.constraints if c.id == f"{name}.not_null"]
         assert rule.vendor_code == 161002
-        assert "Taken: 161001" in rule.pick
+        assert "npugrad: 161001" in rule.pick
     nothing = {"output_mask": None, **dict.fromkeys(OUTPUTS)}
     assert EXAMPLE.found(nothing) == (161002, ["output_mask.not_null"])
 

@@ -1,0 +1,118 @@
+"""Writes the pages of the Python API for `make docs`: one for each public name, in a copy of `docs`.
+
+They are not committed: each is no more than a title and an entry that mkdocstrings fills from the docstrings.
+Needs only the standard library, as the environment of the documentation has none of the packages.
+"""
+
+from __future__ import annotations
+
+import ast
+import shutil
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[3]
+TARGET = ROOT / "build/docs"
+PACKAGES = (ROOT / "client", ROOT / "protos")
+MODULES = {
+    "client": "npugrad_client",
+    "errors": "npugrad_client.errors",
+    "torch": "npugrad_client.torch",
+    "jax": "npugrad_client.jax",
+}
+"""The modules with a public API, by the name of their folder and of their table in `reference/api.md`."""
+OPERATORS = sorted(path.stem for path in (ROOT / "docs/reference/operators").glob("*.md"))
+_OF_CLIENT = f"""\
+    options:
+      inherited_members: true
+      summary: true
+      filters: ["!^_", "!^({"|".join(OPERATORS)})$"]
+
+## Operators
+
+Each operator is a method, with a page of its own:
+
+""" + "\n".join(f"- [`{name}`](../../operators/{name}.md)" for name in OPERATORS)
+_AFTER = {"Client": _OF_CLIENT, "AsyncClient": _OF_CLIENT.replace("a method", "a coroutine")}
+"""What follows the entry of a name."""
+
+
+@cache
+def _parsed(path: Path) -> list[ast.stmt]:
+    return ast.parse(path.read_text("utf-8")).body
+
+
+def _file_of(module: str) -> Path:
+    """The source of a module, which is not imported: JAX may be missing."""
+    paths = [package.joinpath(*module.split(".")) for package in PACKAGES]
+    found = [path / "__init__.py" for path in paths] + [path.with_suffix(".py") for path in paths]
+    return next(path for path in found if path.exists())
+
+
+def public_names(module: str) -> list[str]:
+    """The public names of a module, `Client` first; exceptions only in their own module."""
+    names = _all_of(module)
+    if not module.endswith(".errors"):
+        names = [name for name in names if name not in _all_of(MODULES["errors"])]
+    return sorted(names, key=lambda name: name != "Client")
+
+
+def _all_of(module: str) -> list[str]:
+    for node in _parsed(_file_of(module)):
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return list(ast.literal_eval(node.value))
+    raise LookupError(f"{module}: found no __all__")
+
+
+def _summary(module: str, name: str) -> str:
+    """The first sentence of the docstring of a name, which the module defines or imports."""
+    body = _parsed(_file_of(module))
+    for node, after in zip(body, [*body[1:], None], strict=True):
+        if isinstance(node, ast.ImportFrom):
+            for imported in node.names:
+                if name == (imported.asname or imported.name):
+                    return _summary(str(node.module), imported.name)
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
+            return _first_sentence(ast.get_docstring(node))
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
+            return _first_sentence(ast.get_docstring(ast.Module([after] if after else [], [])))
+    raise LookupError(f"{module}.{name}: found no definition")
+
+
+def _first_sentence(docstring: str | None) -> str:
+    return " ".join((docstring or "").partition("\n\n")[0].split())
+
+
+def table(module: str) -> str:
+    """What there is, in a table: each name, a link to its page, and what it is."""
+    rows = [f"| [`{n}`][{module}.{n}] | {_summary(module, n)} |\n" for n in public_names(module)]
+    return "| name | what it is |\n| --- | --- |\n" + "".join(rows)
+
+
+def pages() -> dict[str, str]:
+    """The text of each page by its path below `reference/api`; `zensical.toml` lists the folders.
+
+    Names that differ in case only share a page: some file systems tell them apart, others do not.
+    """
+    made = {}
+    for folder, module in MODULES.items():
+        names = public_names(module)
+        for file in dict.fromkeys(name.lower() for name in names):
+            entries = [name for name in names if name.lower() == file]
+            text = "".join(f"\n::: {module}.{name}\n{_AFTER.get(name, '')}" for name in entries)
+            made[f"{folder}/{file}.md"] = f"---\ntitle: {', '.join(entries)}\n---\n{text}"
+    return made
+
+
+def main() -> None:
+    """Copies the documentation and adds the pages."""
+    shutil.rmtree(TARGET, ignore_errors=True)
+    shutil.copytree(ROOT / "docs", TARGET)
+    for name, text in pages().items():
+        path = TARGET / "reference/api" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, "utf-8")
+
+
+if __name__ == "__main__":
+    main()
