@@ -135,9 +135,9 @@ def ops(
         if as_json:
             out.print_json(json.dumps([asdict(o) for o in listed]))
         elif wanted:
-            show.operator(out, listed[0])
+            show.operator(out, listed[0], product or "the server's product")
         else:
-            show.operators(out, listed)
+            show.operators(out, listed, product or "the server's product")
 
 
 @app.command()

@@ -46,8 +46,8 @@ def server(console: Console, target: str, info: ServerInfo) -> None:
         console.print(f"{name}: {text}", soft_wrap=True)
 
 
-def operators(console: Console, listed: tuple[OperatorInfo, ...]) -> None:
-    """Prints the operators a server has."""
+def operators(console: Console, listed: tuple[OperatorInfo, ...], product: str) -> None:
+    """Prints the operators a server has, as they are on a product."""
     for number, operator in enumerate(listed):
         if number:
             console.print()
@@ -57,7 +57,8 @@ def operators(console: Console, listed: tuple[OperatorInfo, ...]) -> None:
         dtypes = ", ".join(tensors[0].dtypes if tensors else ()) or "none"
         for line in (
             operator.summary,
-            f"types: {dtypes}; constraints: {len(operator.constraints)}; oldest CANN: {operator.min_cann}",
+            f"types: {dtypes}; constraints on {product}: {len(operator.constraints)}; "
+            f"oldest CANN: {operator.min_cann}",
             ", ".join(p.name for p in operator.parameters if p.role != "output")
             + " -> "
             + ", ".join(p.name for p in operator.parameters if p.role == "output"),
@@ -65,9 +66,9 @@ def operators(console: Console, listed: tuple[OperatorInfo, ...]) -> None:
             console.print(f"  {line}", soft_wrap=True)
 
 
-def operator(console: Console, found: OperatorInfo) -> None:
+def operator(console: Console, found: OperatorInfo, product: str) -> None:
     """Prints one operator a server has, with the types of each parameter."""
-    operators(console, (found,))
+    operators(console, (found,), product)
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for name in ("parameter", "kind", "types here", "meaning"):
         table.add_column(name, no_wrap=name != "meaning")
@@ -76,7 +77,9 @@ def operator(console: Console, found: OperatorInfo) -> None:
         table.add_row(param.name, kind, ", ".join(map(str, param.dtypes)), param.doc)
     console.print()
     console.print(table)
-    console.print(f"Its constraints: npugrad explain {found.name}", style="dim", soft_wrap=True)
+    console.print(
+        f"Its constraints on all products: npugrad explain {found.name}", style="dim", soft_wrap=True
+    )
 
 
 def _lacking(operator: OperatorInfo) -> str:

@@ -111,8 +111,10 @@ def test_ops_describes_the_servers_product_or_another(server: ServerProcess) -> 
     other = run("ops", "--product", "atlas-training", target=server.address).stdout
     for name in OPERATORS:
         assert f"{name}: aclnn" in mine
+    assert mine.count("; constraints on the server's product: ") == len(OPERATORS)
     assert "NOT on this product" not in mine
     assert other.count("NOT on this product") == 2
+    assert other.count("; constraints on atlas-training: ") == len(OPERATORS)
 
 
 def test_ops_is_json_for_scripts(server: ServerProcess) -> None:
@@ -129,7 +131,7 @@ def test_ops_shows_one_operator_in_full(server: ServerProcess) -> None:
         assert result.stdout.count(": aclnn") == 1
         for param in record.params:
             assert f"\n{param.name} " in result.stdout
-        assert result.stdout.endswith(f"Its constraints: npugrad explain {operator}\n")
+        assert result.stdout.endswith(f"Its constraints on all products: npugrad explain {operator}\n")
     (found,) = json.loads(run("ops", operator, "--json", target=server.address).stdout)
     assert found["name"] == operator
 
@@ -294,7 +296,7 @@ def test_an_operator_that_is_not_there_is_told_with_who_lacks_it(
     operand = ParameterInfo("grad", "grad", "input", "(N)", dtypes, optional=False)
     operator = OperatorInfo("some_grad", "aclnnSomeGrad", "Gradients.", (operand,), (), supported, "9.0")
     printed = io.StringIO()
-    show.operators(Console(file=printed, width=200), (operator,))
+    show.operators(Console(file=printed, width=200), (operator,), "atlas-a2")
     lines = printed.getvalue().splitlines()
     assert lines[0] == first
     assert lines[2].strip().startswith(types)
