@@ -148,6 +148,7 @@ def tracing_by(provider: bool | TracerProvider) -> Tracing | None:
         from npugrad_client._tracing import Tracing  # here, because it is optional
     except ImportError as error:
         raise ImportError(
-            f"tracing: OpenTelemetry is not installed ({error}): pip install 'npugrad[otel]'"
+            f"tracing: OpenTelemetry is not installed ({error}): "
+            "pip install '.[otel]' in a checkout of npugrad"
         ) from None
     return Tracing(None if provider is True else provider)

@@ -13,8 +13,7 @@ def main() -> None:
     if npugrad.__version__ != __version__:
         sys.exit(
             f"npugrad-server {__version__} needs npugrad {__version__}, but npugrad {npugrad.__version__} is "
-            "installed: "
-            f"pip install npugrad=={__version__} npugrad-server=={__version__}"
+            "installed: pip install . ./server in a checkout of one of them"
         )
     from npugrad_server.cli import main as run  # late: another version may lack names it needs
 

@@ -92,7 +92,10 @@ def tracing_problem(settings: ServerSettings) -> str:
     except ModuleNotFoundError:  # a parent package is missing
         pass
     name = "trace_ratio" if settings.trace_ratio else "trust_trace_context"
-    return f"{name}: found no OpenTelemetry; expected the extra otel: pip install 'npugrad[server,otel]'"
+    return (
+        f"{name}: found no OpenTelemetry; expected the extra otel: "
+        "pip install '.[otel]' ./server in a checkout of npugrad"
+    )
 
 
 def live_tenants(settings: ServerSettings) -> LiveTenants:

@@ -287,7 +287,7 @@ def test_a_client_needs_opentelemetry_for_tracing_only_and_says_how_to_get_it() 
             [sys.executable, "-c", _WITHOUT, seen.address], capture_output=True, text=True, timeout=120
         )
     assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.count("pip install 'npugrad[otel]'") == 2
+    assert ran.stdout.count("pip install '.[otel]' in a checkout of npugrad") == 2
 
 
 def test_a_client_that_traces_by_the_global_provider_can_be_pickled_and_no_other(spans: Spans) -> None:

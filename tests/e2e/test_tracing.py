@@ -283,7 +283,8 @@ def test_a_server_that_is_to_trace_says_what_it_lacks(tmp_path: Path, name: str,
     log = tmp_path / "log"
     with run_server(log, *flags, program=WITHOUT_OTEL, wait=False, check_end=False) as server:
         assert server.wait() == 1
-    expected = f"{name}: found no OpenTelemetry; expected the extra otel: pip install 'npugrad[server,otel]'"
+    install = "pip install '.[otel]' ./server in a checkout of npugrad"
+    expected = f"{name}: found no OpenTelemetry; expected the extra otel: {install}"
     assert expected in log.read_text()
 
 

@@ -27,7 +27,7 @@ BASE = {
 }
 HEAVY_EXTRAS = {"server", "torch", "jax", "npu", "otel", "bench", "demo"}
 DEMO = (
-    "npugrad demo: the service is not installed: pip install 'npugrad[server]', "
+    "npugrad demo: the service is not installed: pip install ./server in a checkout of npugrad, "
     "or name a running one with --target\n"
 )
 
@@ -220,7 +220,7 @@ def test_server_beside_another_version_of_the_contract_says_so(server: Environme
     assert f'"{VERSION}"' in sources
     told = (
         f"npugrad-server {VERSION} needs npugrad {VERSION}, but npugrad 9.9.9 is installed: "
-        f"pip install npugrad=={VERSION} npugrad-server=={VERSION}\n"
+        "pip install . ./server in a checkout of one of them\n"
     )
     try:
         contract.write_text(sources.replace(f'"{VERSION}"', '"9.9.9"'), "utf-8")

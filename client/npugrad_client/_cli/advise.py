@@ -82,7 +82,8 @@ def _measured(client: Client, script: Path, arguments: list[str], steps: int) ->
     try:
         from npugrad_client.torch import _advise  # here, because it needs the extra `torch`
     except ImportError as error:
-        raise FileError(f"npugrad advise needs PyTorch ({error}): pip install 'npugrad[torch]'") from None
+        install = "pip install '.[torch]' in a checkout of npugrad"
+        raise FileError(f"npugrad advise needs PyTorch ({error}): {install}") from None
     try:
         return _advise.advise(client, script, arguments, steps)
     except _advise.ScriptError as error:

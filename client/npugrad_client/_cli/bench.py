@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 
-_EXTRA = "the extra `bench`: pip install 'npugrad[bench]'"
+_EXTRA = "the extra `bench`: pip install '.[bench]' in a checkout of npugrad"
 
 
 @app.callback(invoke_without_command=True, help=HELP)

@@ -32,7 +32,7 @@ def require_service() -> None:
         ServiceMissing: It is not installed.
     """
     if find_spec("npugrad_server") is None:
-        raise ServiceMissing("the service is not installed: pip install 'npugrad[server]'")
+        raise ServiceMissing("the service is not installed: pip install ./server in a checkout of npugrad")
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from npugrad_client import (
     OperatorError,
 )
 
-jax = pytest.importorskip("jax", reason="jax is not installed: pip install 'npugrad[jax]'")
+jax = pytest.importorskip("jax", reason="jax is not installed: `make test-jax` has it")
 
 import jax.numpy as jnp
 from jax.test_util import check_grads

@@ -11,7 +11,7 @@ import pytest
 
 from npugrad_client import Client, InvalidOperand, NpugradError, NullOperand
 
-jax = pytest.importorskip("jax", reason="jax is not installed: pip install 'npugrad[jax]'")
+jax = pytest.importorskip("jax", reason="jax is not installed: `make test-jax` has it")
 
 import jax.numpy as jnp
 from jax.test_util import check_grads

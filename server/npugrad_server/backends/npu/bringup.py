@@ -187,7 +187,8 @@ def check_packages() -> dict[str, str]:
     if missing:
         raise DeviceUnusable(
             f"{' and '.join(missing)} not installed; expected the extra npu "
-            "(pip install 'npugrad[npu]'), in the versions that fit the node's CANN"
+            "(pip install . './server[npu]' in a checkout of npugrad), "
+            "in the versions that fit the node's CANN"
         )
     pairs = {name: _PAIR.match(text) for name, text in found.items()}
     if len({match.group() if match else name for name, match in pairs.items()}) > 1:
