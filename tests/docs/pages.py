@@ -65,12 +65,12 @@ def python_of(page: str) -> str:
 def commands_of(page: str) -> list[str]:
     """Each command of ours on a page, in one line, without the comment after it."""
     lines = [
-        line.removeprefix("$ ").split("  #")[0].split(" # ")[0].strip()
+        line.rpartition(" | ")[2].split("  #")[0].split(" # ")[0].strip()
         for block in blocks(page)
-        if block.language in ("", "sh")
+        if block.language in ("", "sh", "text")
         for line in block.text.replace("\\\n", " ").splitlines()
     ]
-    return [line for line in lines if line.partition(" ")[0] in _NAMES]
+    return [line for line in lines if line.partition(" ")[0] in _NAMES and " [OPTIONS]" not in line]
 
 
 def unclosed_lines(path: Path) -> list[int]:

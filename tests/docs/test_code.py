@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
+from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +19,16 @@ import pytest
 import typer
 from tests.client import programs
 from tests.client.bench.made import forked_workers as forked_workers
+from tests.client.bench.made import result as made_result
 from tests.docs.pages import PAGES, ROOT, blocks, commands_of, python_of, text_of
-from tests.fix_server import ServerProcess
+from tests.fix_server import ServerProcess, StartServer
 from tests.fix_tls import Certificates
+from tests.server.test_cluster import node
+from tests.server.test_cluster import text_of as cluster_of
 from typer.testing import CliRunner
 
 from npugrad import OPERATORS
+from npugrad_client._cli.bench_status import FAILED, INVALID, MISSED
 from npugrad_client.cli import app as client_app
 from npugrad_server.cli import app as server_app
 
@@ -84,7 +91,8 @@ def _write_files(folder: Path, certificates: Certificates) -> None:
     key, certificate = certificates.caller()
     for name, pem in (("client.key", key), ("client.pem", certificate)):
         (folder / name).write_bytes(pem)
-    (folder / "ca.pem").write_bytes(Path(certificates.authority).read_bytes())
+    shutil.copytree(certificates.folder, folder, dirs_exist_ok=True)
+    shutil.copy(certificates.authority, folder / "ca.pem")
 
 
 def test_every_block_says_what_it_is() -> None:
@@ -109,23 +117,73 @@ def test_commands_have_the_options_that_pages_show() -> None:
         assert found.make_parser(context).parse_args(arguments)[1] == [], (page, command)
 
 
-@pytest.mark.parametrize("command", commands_of(QUICKSTART))
-def test_commands_of_the_quickstart_run(
-    command: str, server: ServerProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+SHORT = ("--duration", "500ms", "--warm-up", "0s", "--allow-client-bound")
+"""Of a load test. On a slow machine calls may then fail or objectives be missed, but it ran."""
+
+
+def _shown() -> Iterator[Any]:
+    """Each command that can run here: those of the quickstart, one of each other kind, the rest if deep."""
+    kinds = set()
+    for command in dict.fromkeys(line for page in (QUICKSTART, *PAGES) for line in commands_of(page)):
+        kind = tuple(re.findall(r"^[a-z-]+| [a-z]+", command.partition(" -")[0])[:3])
+        deep = kind in kinds and command not in commands_of(QUICKSTART)
+        kinds.add(kind)
+        if "acceptance" not in command:  # it needs an NPU; its own tests run it on the simulated CANN
+            yield pytest.param(command, marks=pytest.mark.deep if deep else ())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", list(_shown()))
+def test_commands_run(
+    command: str,
+    server: ServerProcess,
+    start_server: StartServer,
+    certificates: Certificates,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    program, *arguments = shlex.split(command)
-    if program == "npugrad-server":
-        pytest.skip("every test of a server runs it")
     _write_call(tmp_path)
+    _write_files(tmp_path, certificates)
     monkeypatch.chdir(tmp_path)
-    if arguments[0] == "bench":
-        arguments += ["--duration", "500ms", "--allow-client-bound"]
+    for placeholder in ("127.0.0.1:50051", "ADDRESS"):
+        command = command.replace(placeholder, server.address)
+    if "npu1:50051" in command:
+        far = start_server(*certificates.flags, credentials=certificates.credentials()).address
+        command = command.replace("npu1:50051,npu2:50051", f"{far},{far.replace('127.0.0.1', 'localhost')}")
+    program, *arguments = shlex.split(command)
+    if program == "npugrad":
+        _run_client(arguments, server)
+    elif arguments[0] == "serve":
+        _run_server(arguments[1:], certificates, start_server)
+    else:
+        free = ["--listen", "127.0.0.1:0", "--metrics-listen="] if arguments[0] == "check" else []
+        result = CliRunner().invoke(server_app, [*arguments, *free], input=cluster_of(node()))
+        assert result.exit_code == 0, result.output
+
+
+def _run_client(arguments: list[str], server: ServerProcess) -> None:
+    """The validated call breaks a rule, so that there is something to see."""
+    statuses = {1} if arguments[0] == "validate" else {0}
+    if arguments[0] == "bench" and arguments[1].startswith("-"):
+        is_scenario = "--scenario" in arguments and "--find-capacity" not in arguments
+        arguments += (*(("--rate", "20") if is_scenario else ()), *SHORT)
+        statuses = {0, FAILED, MISSED, INVALID}
     result = CliRunner().invoke(client_app, arguments, env={"NPUGRAD_TARGET": server.address})
-    # The validated call is one that breaks rules, so that there is something to see.
-    assert result.exit_code == (1 if arguments[0] == "validate" else 0), result.output
+    assert result.exit_code in statuses, result.output
     assert not result.stderr
-    if arguments[0] == "call":
-        assert (tmp_path / "out.npz").exists()
+    assert result.exit_code != FAILED or "answers" in result.stdout or arguments[0] == "validate"
+    files = {"-o", "--html", "--json", "--csv"}
+    written = [name for flag, name in pairwise(arguments) if flag in files]
+    assert all(Path(name).stat().st_size for name in written)
+
+
+def _run_server(flags: list[str], certificates: Certificates, start_server: StartServer) -> None:
+    """On a free port in place of the one it names, and with the paths of files: it starts elsewhere."""
+    files = [str(Path(flag).resolve()) if Path(flag).exists() else flag for flag in flags]
+    at = files.index("--listen") if "--listen" in files else len(files)
+    pair = certificates.caller() if "--tls-client-ca" in files else None
+    credentials = certificates.credentials(pair) if "--tls-key" in files else None
+    start_server(*files[:at], *files[at + 2 :], credentials=credentials)
 
 
 def _write_call(folder: Path) -> None:
@@ -134,6 +192,8 @@ def _write_call(folder: Path) -> None:
     call = record.build()
     arrays: dict[str, Any] = {**record.make_inputs(call, np.random.default_rng(1)), **call.attrs}
     np.savez(folder / "in.npz", **arrays)
+    for name in ("a.json", "b.json"):
+        (folder / name).write_text(made_result().as_json(), "utf-8")
     (folder / "train.py").write_text(
         "import torch\ntorch.nn.GroupNorm(2, 4)(torch.randn(2, 4, 8)).square().sum().backward()\n", "utf-8"
     )
