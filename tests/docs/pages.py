@@ -67,10 +67,10 @@ def commands_of(page: str) -> list[str]:
     lines = [
         line.rpartition(" | ")[2].split("  #")[0].split(" # ")[0].strip()
         for block in blocks(page)
-        if block.language in ("", "sh", "text")
+        if block.language in ("", "sh") or block.text.startswith("Examples:")
         for line in block.text.replace("\\\n", " ").splitlines()
     ]
-    return [line for line in lines if line.partition(" ")[0] in _NAMES and " [OPTIONS]" not in line]
+    return [line for line in lines if line.partition(" ")[0] in _NAMES]
 
 
 def unclosed_lines(path: Path) -> list[int]:

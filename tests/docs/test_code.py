@@ -92,7 +92,8 @@ def _write_files(folder: Path, certificates: Certificates) -> None:
     for name, pem in (("client.key", key), ("client.pem", certificate)):
         (folder / name).write_bytes(pem)
     shutil.copytree(certificates.folder, folder, dirs_exist_ok=True)
-    shutil.copy(certificates.authority, folder / "ca.pem")
+    for name in ("ca.pem", "ca.crt"):
+        shutil.copy(certificates.authority, folder / name)
 
 
 def test_every_block_says_what_it_is() -> None:
@@ -147,9 +148,10 @@ def test_commands_run(
     monkeypatch.chdir(tmp_path)
     for placeholder in ("127.0.0.1:50051", "ADDRESS"):
         command = command.replace(placeholder, server.address)
-    if "npu1:50051" in command:
+    if "--tls-ca" in command:
         far = start_server(*certificates.flags, credentials=certificates.credentials()).address
-        command = command.replace("npu1:50051,npu2:50051", f"{far},{far.replace('127.0.0.1', 'localhost')}")
+        near = far.replace("127.0.0.1", "localhost")
+        command = command.replace("npu1:50051,npu2:50051", f"{far},{near}").replace("localhost:50051", near)
     program, *arguments = shlex.split(command)
     if program == "npugrad":
         _run_client(arguments, server)
