@@ -380,6 +380,8 @@ docs: $(STAMP_DOCS) ## Build the documentation site in build/site; fails on dead
 	$(VENV_DOCS)/bin/zensical build --clean --strict
 	# It has to work offline: what a page loads lies beside it.
 	! grep -rlE '<(script|img)[^>]* src="https?:|<link[^>]* href="https?:' build/site --include='*.html'
+	# Its search too, opened from a folder: an index that is a script, and what stands in for a worker.
+	test -s build/site/search.js && grep -q iframe-worker.js build/site/index.html
 	@echo "make: open $(CURDIR)/build/site/index.html"
 .PHONY: docs
 
