@@ -20,7 +20,8 @@ if (location.protocol === "file:") {
     }
     postMessage(data) {
       const inner = this.frame.contentWindow;
-      this.ready.then(() => inner.dispatchEvent(new MessageEvent("message", { data })));
+      const message = new MessageEvent("message", { data: structuredClone(data) });
+      this.ready.then(() => setTimeout(() => inner.dispatchEvent(message)));
     }
     terminate() {
       removeEventListener("message", this.listen);
