@@ -40,6 +40,7 @@ from npugrad_server.rpc.servicer import BackwardServicer
 from npugrad_server.rpc.transport import open_server
 from npugrad_server.rpc.validation import ValidationServicer
 from npugrad_server.start_checks import (
+    METRICS_CURE,
     StartError,
     live_tenants,
     npu_report,
@@ -94,9 +95,7 @@ async def serve(
     for note in report.notes:
         log.warning("npu", note=note)
     made = replace(made, print_fd=print_fd, worker_module=worker_module)
-    for name, value in loaded.settings:
-        # The pool's settings have the values that defaults such as "auto" resolved to.
-        log.info("setting", name=name, value=getattr(made, name, value), origin=loaded.origins[name])
+    log.info("settings", **_changed(loaded, made))
     app = App(loaded.settings, made, registry)
     stop.install(app.reload)
     try:
@@ -120,6 +119,18 @@ async def serve(
     finally:
         await app.close()
         log.info("stopped")
+
+
+def _changed(loaded: LoadedSettings, made: PoolSettings) -> dict[str, dict[str, Any]]:
+    """The settings that differ from their defaults, by where they came from; `chosen` by the server."""
+    told: dict[str, dict[str, Any]] = {}
+    for name, value in loaded.settings:
+        # The pool's settings have the values that defaults such as "auto" resolved to.
+        effective, origin = getattr(made, name, value), loaded.origins[name]
+        if effective != type(loaded.settings).model_fields[name].default:
+            shown = str(effective) if isinstance(effective, str) else effective
+            told.setdefault("chosen" if origin == "default" else origin, {})[name] = shown
+    return told
 
 
 class StopSignals:
@@ -265,10 +276,17 @@ class App:
 
     def _serve_pages(self, metrics: Metrics) -> None:
         self._pages = Pages(metrics.registry, asyncio.get_running_loop())
-        if self._settings.metrics_address is not None:
+        if self._settings.metrics_address is None:
+            return
+        try:
             self.metrics_address, close = serve_pages(self._pages, self._settings.metrics_address)
-            # The pages query the loop, so the loop must not wait for the pages.
-            self._resources.push_async_callback(asyncio.to_thread, close)
+        except AddressError as error:
+            if self._settings.asks_for("metrics_listen"):
+                raise
+            self._log.warning("metrics off", reason=str(error), cure=METRICS_CURE)
+            return
+        # The pages query the loop, so the loop must not wait for the pages.
+        self._resources.push_async_callback(asyncio.to_thread, close)
 
     def _register(self) -> None:
         settings = self._settings

@@ -95,7 +95,8 @@ class ServerSettings(BaseSettings):
     )
     metrics_listen: str = Field(
         default="127.0.0.1:9464",
-        description="host:port that serves /metrics, /livez and /readyz; empty turns them off.",
+        description="host:port that serves /metrics, /livez and /readyz; empty turns them off. They are also "
+        "off if the default port is taken; a taken port that was asked for ends the start.",
     )
     log_format: Literal["auto", "json", "console"] = Field(
         default="auto",
@@ -416,6 +417,10 @@ class ServerSettings(BaseSettings):
     def metrics_address(self) -> Address | None:
         """Address of the metrics and probe pages; None if disabled."""
         return parse_metrics_listen(self.metrics_listen) if self.metrics_listen else None
+
+    def asks_for(self, name: str) -> bool:
+        """Whether a setting was given, be it with its default value."""
+        return name in self.model_fields_set
 
     @property
     def fixed_product(self) -> Product | None:

@@ -9,13 +9,13 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector
+from prometheus_client import CollectorRegistry, Gauge, ProcessCollector
 
 from npugrad.ops import OPERATORS
 from npugrad.timeline import SERVER_STAGES
 from npugrad_server.collectors import LogCollector, PoolCollector
 from npugrad_server.pool import PoolObserver
-from npugrad_server.tallies import CounterTally, GaugeTally, HistogramTally
+from npugrad_server.tallies import CounterTally, GaugeTally, HistogramTally, SummaryTally
 
 if TYPE_CHECKING:
     import asyncio
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 # From a tiny CPU call to beyond the run limit, three steps per decade.
 _SECONDS = (*(round(m * 10.0**e, 6) for e in range(-4, 2) for m in (1, 2.5, 5)), 100.0, 250.0, 500.0, 1000.0)
-_RATIOS = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0, 10.0)
+_RATIOS = (0.5, 0.8, 0.9, 1.0, 1.1, 1.25, 2.0, 5.0)
 _MOST_OBSERVED = 256
 """Observations that may wait before a histogram counts them."""
 _STAGES = tuple((stage, f"{stage}_s") for stage in ("queued", "copy_in", "run", "copy_out"))
@@ -107,13 +107,12 @@ class Metrics(PoolObserver):
 
     def _make_pool_counters(self, registry: CollectorRegistry) -> None:
         self._accepted = CounterTally("npugrad_accepted_calls", "Calls admitted.", ("operator",), registry)
-        self._stages = HistogramTally(
+        self._stages = SummaryTally(
             "npugrad_stage_seconds",
             "Seconds of each stage of a successful call: decode, validate, receive, queued, copy_in, run, "
             "copy_out, verify, encode, send_back.",
             ("operator", "device", "stage"),
             registry,
-            buckets=_SECONDS,
         )
         self._ratios = HistogramTally(
             "npugrad_run_time_ratio",
@@ -122,77 +121,77 @@ class Metrics(PoolObserver):
             registry,
             buckets=_RATIOS,
         )
-        self._rerun = Counter(
+        self._rerun = CounterTally(
             "npugrad_calls_rerun",
             "Calls to be run again because their worker died.",
             ("device",),
-            registry=registry,
+            registry,
         )
-        self._redirected = Counter(
+        self._redirected = CounterTally(
             "npugrad_calls_redirected",
             "Calls requeued for another device because one could not take them, by reason.",
             ("device", "reason"),
-            registry=registry,
+            registry,
         )
-        self._workspaces = Counter(
+        self._workspaces = CounterTally(
             "npugrad_workspaces_asked",
             "Calls that needed more workspace than reserved, by outcome: granted, postponed, refused.",
             ("device", "answer"),
-            registry=registry,
+            registry,
         )
-        self._postponed = Counter(
+        self._postponed = CounterTally(
             "npugrad_calls_postponed",
             "Calls requeued because their device had no memory for their workspace.",
             ("device",),
-            registry=registry,
+            registry,
         )
         self._attempts = CounterTally(
             "npugrad_attempts", "Calls handed to a device, counting every attempt.", ("device",), registry
         )
-        self._transitions = Counter(
+        self._transitions = CounterTally(
             "npugrad_device_transitions",
             "Transitions of a device into a state.",
             ("device", "state"),
-            registry=registry,
+            registry,
         )
-        self._canaries = Counter(
+        self._canaries = CounterTally(
             "npugrad_canaries",
             "Self-test calls computed by devices, by result: ok, mismatch, error.",
             ("device", "result"),
-            registry=registry,
+            registry,
         )
-        self._compared = Counter(
+        self._compared = CounterTally(
             "npugrad_compared_results",
             "Calls picked for comparison with the reference, by kind (verify, sample) and result.",
             ("device", "kind", "result"),
-            registry=registry,
+            registry,
         )
-        self._mismatches = Counter(
+        self._mismatches = CounterTally(
             "npugrad_device_mismatches",
             "Wrong results from a device that reported no error; two within ten minutes quarantine it.",
             ("device", "operator"),
-            registry=registry,
+            registry,
         )
-        self._lost = Counter(
+        self._lost = CounterTally(
             "npugrad_workers_lost",
             "Worker processes that died, failed to start, or were killed by the server, except at its "
             "shutdown.",
             ("device",),
-            registry=registry,
+            registry,
         )
-        self._opened = Counter(
+        self._opened = CounterTally(
             "npugrad_circuits_opened",
             "Circuits opened: calls of one tenant and signature refused for a while because they killed "
             "workers. npugrad_calls_total counts the refusals, with reason CIRCUIT_OPEN.",
             ("operator",),
-            registry=registry,
+            registry,
         )
-        self._rejected = Counter(
+        self._rejected = CounterTally(
             "npugrad_device_rejections",
             "Calls that passed validation but failed on a device with an aclnn code; 161001, 161002 and "
             "561002 mean a bug in an operator record.",
             ("operator", "code"),
-            registry=registry,
+            registry,
         )
 
     # ------------------------------------------------------------------------- the gRPC side
@@ -237,14 +236,13 @@ class Metrics(PoolObserver):
 
     def stages_passed(self, operator: str, device: str, marks: Sequence[Mark]) -> None:
         """The stages of a successful call that `call_finished` does not report."""
-        observed = self._stages.observed
         for (_, start_s), (stage, end_s) in pairwise(marks):
             if stage in _OUTSIDE:
-                observed.append(((operator, device, stage), end_s - start_s))
+                self._stages.add((operator, device, stage), end_s - start_s)
 
     def device_rejected(self, operator: str, code: int) -> None:
         """A device refused a call that the validator had passed."""
-        self._rejected.labels(operator, str(code)).inc()
+        self._rejected.counts[operator, str(code)] += 1
 
     # ------------------------------------------------------------------------- the pool's side
 
@@ -262,66 +260,63 @@ class Metrics(PoolObserver):
         """A call was answered; if it succeeded, its stages are recorded."""
         if info is None:
             return
+        operator, device = planned.plan.record.name, info.device
         run_s = info.copy_in_s + info.run_s + info.copy_out_s
         self._tenant_seconds.counts[(planned.tenant.shown,)] += run_s
         if info.predicted_run_s:
-            ratio = ((planned.plan.record.name, info.device), run_s / info.predicted_run_s)
-            self._ratios.observed.append(ratio)
+            self._ratios.observed.append(((operator, device), run_s / info.predicted_run_s))
             if len(self._ratios.observed) >= _MOST_OBSERVED:
                 self._ratios.count()
-        operator, device, observed = planned.plan.record.name, info.device, self._stages.observed
         for stage, name in _STAGES:
-            observed.append(((operator, device, stage), getattr(info, name)))
-        if len(observed) >= _MOST_OBSERVED:
-            self._stages.count()
+            self._stages.add((operator, device, stage), getattr(info, name))
 
     def call_requeued(self, planned: PlannedCall, device: str) -> None:
         """The worker of a device died under a call, which will run again."""
-        self._rerun.labels(device).inc()
+        self._rerun.counts[(device,)] += 1
 
     def call_redirected(self, planned: PlannedCall, device: str, reason: str) -> None:
         """A device could not take a call now."""
-        self._redirected.labels(device, reason).inc()
+        self._redirected.counts[device, reason] += 1
 
     def workspace_asked(self, device: str, answer: str) -> None:
         """A call needed more workspace than was reserved for it."""
-        self._workspaces.labels(device, answer).inc()
+        self._workspaces.counts[device, answer] += 1
 
     def call_postponed(self, planned: PlannedCall, device: str) -> None:
         """A call was requeued because there was no memory for its workspace."""
-        self._postponed.labels(device).inc()
+        self._postponed.counts[(device,)] += 1
 
     def worker_lost(self, device: str, reason: str) -> None:
         """A worker process ended."""
-        self._lost.labels(device).inc()
+        self._lost.counts[(device,)] += 1
 
     def circuit_opened(self, planned: PlannedCall) -> None:
         """Calls of a tenant and signature are refused for a while."""
-        self._opened.labels(planned.plan.record.name).inc()
+        self._opened.counts[(planned.plan.record.name,)] += 1
 
     def device_changed(self, status: DeviceStatus) -> None:
         """A device changed its state."""
-        self._transitions.labels(status.name, str(status.state)).inc()
+        self._transitions.counts[status.name, str(status.state)] += 1
 
     def canaries_run(self, device: str, result: str, count: int) -> None:
         """A device ran canaries."""
-        self._canaries.labels(device, result).inc(count)
+        self._canaries.counts[device, result] += count
 
     def results_compared(self, device: str, kind: str, result: str) -> None:
         """Results were compared with the reference."""
-        self._compared.labels(device, kind, result).inc()
+        self._compared.counts[device, kind, result] += 1
 
     def device_mismatched(self, device: str, operator: str) -> None:
         """A device computed a wrong result."""
-        self._mismatches.labels(device, operator).inc()
+        self._mismatches.counts[device, operator] += 1
 
     # ------------------------------------------------------------------------------- the page
 
     def show_pool(self, pool: PoolFigures, loop: asyncio.AbstractEventLoop) -> None:
         """Adds figures of the pool, read on its loop at every scrape."""
         for device in pool.devices():  # so that a rate exists before the first loss
-            self._lost.labels(device.name)
-            self._rerun.labels(device.name)
+            self._lost.counts[(device.name,)] += 0
+            self._rerun.counts[(device.name,)] += 0
             for operator in OPERATORS:
-                self._mismatches.labels(device.name, operator)
+                self._mismatches.counts[device.name, operator] += 0
         self.registry.register(PoolCollector(pool, loop))

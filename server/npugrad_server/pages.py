@@ -213,6 +213,7 @@ _CALLER = "npugrad.caller"
 class _Server(ThreadingMixIn, WSGIServer):
     daemon_threads = True
     request_queue_size = _MAX_CALLERS
+    allow_reuse_port = False  # some versions of Python would let two servers share a port, and its scrapes
 
     def __init__(self, address: Address) -> None:
         found = socket.getaddrinfo(

@@ -22,6 +22,8 @@ from npugrad_server.tls import TlsFilesError, read_tls, when
 if TYPE_CHECKING:
     from npugrad_server.config import ServerSettings
 
+METRICS_CURE = "for metrics and probes name a free port: --metrics-listen HOST:PORT"
+"""What to do about a taken default port, without which a server starts."""
 READY_MARGIN_S = 5.0
 """Seconds beyond `PoolSettings.start_limit_s` within which the pool reports the outcome of a device."""
 
@@ -182,7 +184,10 @@ async def check(settings: ServerSettings) -> list[StartFinding]:
     """Does everything a start does except binding the ports; reports all problems at once."""
     findings = [*_tls(settings), *_tenants(settings), _free("gRPC", settings.listen_address)]
     if settings.metrics_address is not None:
-        findings.append(_free("metrics", settings.metrics_address))
+        found = _free("metrics", settings.metrics_address)
+        if not (found.ok or settings.asks_for("metrics_listen")):
+            found = StartFinding(True, f"{found.text}; {METRICS_CURE}", optional=True)
+        findings.append(found)
     if problem := tracing_problem(settings):
         findings.append(StartFinding(False, problem))
     report = npu_report(settings)

@@ -10,49 +10,28 @@ one family and not yet in another.
 from __future__ import annotations
 
 import threading
-import time
 from bisect import bisect_left
-from collections import deque
+from collections import defaultdict, deque
 from math import inf
-from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, TypeAlias
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    SummaryMetricFamily,
+)
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from prometheus_client import CollectorRegistry
     from prometheus_client.core import Metric
 
 Labels: TypeAlias = "tuple[str, ...]"
 """Label values of a metric, in order."""
-_T = TypeVar("_T")
-
-
-class Cells(dict[Labels, _T], Generic[_T]):
-    """One or more numbers for each combination of labels seen; created on first access.
-
-    Attributes:
-        created_s: When each was created, in seconds since the epoch.
-    """
-
-    def __init__(self, make: Callable[[], _T]) -> None:
-        """Starts empty.
-
-        Args:
-            make: Makes the initial value of a new combination.
-        """
-        super().__init__()
-        self.created_s: dict[Labels, float] = {}
-        self._make = make
-
-    def __missing__(self, labels: Labels) -> _T:
-        """Creates the value of a new combination."""
-        self.created_s[labels] = time.time()
-        self[labels] = made = self._make()
-        return made
 
 
 class _Tally(Collector):
@@ -82,14 +61,14 @@ class CounterTally(_Tally):
 
     def __init__(self, name: str, text: str, labels: Sequence[str], registry: CollectorRegistry) -> None:
         """Starts empty; see `_Tally`."""
-        self.counts = Cells(float)
+        self.counts = defaultdict[Labels, float](float)
         super().__init__(name, text, labels, registry)
 
     def collect(self) -> Iterator[Metric]:
         """The counter as prometheus_client would show it."""
         family = CounterMetricFamily(self._name, self._text, labels=self._labels)
         for labels, count in list(self.counts.items()):
-            family.add_metric(labels, count, created=self.counts.created_s[labels])
+            family.add_metric(labels, count)
         yield family
 
 
@@ -102,7 +81,7 @@ class GaugeTally(_Tally):
 
     def __init__(self, name: str, text: str, labels: Sequence[str], registry: CollectorRegistry) -> None:
         """Starts empty; see `_Tally`."""
-        self.values = Cells(float)
+        self.values = defaultdict[Labels, float](float)
         super().__init__(name, text, labels, registry)
 
     def collect(self) -> Iterator[Metric]:
@@ -110,6 +89,27 @@ class GaugeTally(_Tally):
         family = GaugeMetricFamily(self._name, self._text, labels=self._labels)
         for labels, value in list(self.values.items()):
             family.add_metric(labels, value)
+        yield family
+
+
+class SummaryTally(_Tally):
+    """Counts and sums of observed amounts: two numbers where a histogram has dozens."""
+
+    def __init__(self, name: str, text: str, labels: Sequence[str], registry: CollectorRegistry) -> None:
+        """Starts empty; see `_Tally`."""
+        self._cells = defaultdict[Labels, tuple[int, float]](lambda: (0, 0.0))
+        super().__init__(name, text, labels, registry)
+
+    def add(self, labels: Labels, amount: float) -> None:
+        """Counts one observation."""
+        count, total = self._cells[labels]
+        self._cells[labels] = count + 1, total + amount
+
+    def collect(self) -> Iterator[Metric]:
+        """The summary as prometheus_client would show it."""
+        family = SummaryMetricFamily(self._name, self._text, labels=self._labels)
+        for labels, (count, total) in list(self._cells.items()):
+            family.add_metric(labels, count, total)
         yield family
 
 
@@ -140,7 +140,8 @@ class HistogramTally(_Tally):
         """
         self._bounds = (*buckets, inf)
         self._names = [str(floatToGoString(bound)) for bound in self._bounds]  # type: ignore[no-untyped-call]
-        self._cells = Cells(lambda: [0.0] * (len(self._bounds) + 1))  # one per bucket, then the sum
+        # One number per bucket, then the sum.
+        self._cells = defaultdict[Labels, list[float]](lambda: [0.0] * (len(self._bounds) + 1))
         self.observed: deque[tuple[Labels, float]] = deque()
         self._lock = threading.Lock()
         super().__init__(name, text, labels, registry)
@@ -165,6 +166,4 @@ class HistogramTally(_Tally):
                 below += count
                 buckets.append((name, below))
             family.add_metric(labels, buckets, total)
-            named = dict(zip(self._labels, labels, strict=True))
-            family.add_sample(f"{self._name}_created", named, self._cells.created_s[labels])
         yield family

@@ -110,14 +110,12 @@ def test_table_of_metrics_has_those_of_the_page_with_their_labels_and_no_others(
     reference = (ROOT / "docs/reference/metrics.md").read_text("utf-8")
     table = reference.partition("<!-- generated: metrics -->")[2].partition("<!-- end of metrics -->")[0]
     shown = re.findall(r"^# TYPE (\w+) (\w+)$", page, re.MULTILINE)
-    named = {(name, kind) for name, kind in shown if not name.endswith("_created")}
-    assert set(re.findall(r"^\| `(\w+)` \| (\w+) \|", table, re.MULTILINE)) == named
+    assert set(re.findall(r"^\| `(\w+)` \| (\w+) \|", table, re.MULTILINE)) == set(shown)
     labels = {row.name: set(row.labels) for row in all_metrics()}
     for family in text_string_to_metric_families(page):
         name = f"{family.name}_total" if family.type == "counter" else family.name
         for sample in family.samples:
-            if not name.endswith("_created"):
-                assert sample.labels.keys() - {"le"} == labels[name], sample
+            assert sample.labels.keys() - {"le"} == labels[name], sample
 
 
 def test_what_the_rules_ask_for_is_on_the_page(page: str) -> None:

@@ -63,7 +63,7 @@ def metrics_of(running: NpuServer) -> dict[str, float]:
     return {
         " ".join([found.name.removeprefix("npugrad_"), found.labels.get("answer", "")]).strip(): found.value
         for found in samples
-        if found.name.startswith(shown) and not found.name.endswith("_created")
+        if found.name.startswith(shown)
     }
 
 

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import contextlib
 import re
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
+from tests import fix_server
 from tests.calls import TIMEOUT_S, Failure, call_execute, call_unary, failure_of, sample
 from tests.fix_server import ServerProcess, StartServer, run_command, server_flags
 
@@ -55,6 +58,28 @@ def test_taken_ports_are_told_before_anything_is_started(server: ServerProcess) 
     assert server.info().version
 
 
+def test_taken_default_port_of_metrics_turns_them_off_and_names_the_flag(
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(fix_server._SMALL, "--metrics-listen")
+    default, cure = ("127.0.0.1", 9464), "name a free port: --metrics-listen HOST:PORT"
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # this test may run twice at once
+        with contextlib.suppress(OSError):  # another server has it
+            holder.bind(default)
+            holder.listen()
+        second = start_server(devices="test:1")
+        checked = run_command("check", *server_flags(devices="test:1"))
+    off = second.find_log("metrics off")
+    assert off["reason"] == "cannot serve metrics on 127.0.0.1:9464: Address already in use"
+    assert off["cure"].endswith(cure)
+    assert second.metrics_address == ""
+    (line,) = (line for line in checked.stdout.splitlines() if "9464" in line)
+    assert line.startswith("note")
+    assert line.endswith(cure)
+    assert checked.returncode == 0
+
+
 def test_unix_socket_serves_and_is_gone_afterwards(start_server: StartServer, tmp_path: Path) -> None:
     path = tmp_path / "socket"
     local = start_server(listen=f"unix:{path}")
@@ -88,16 +113,20 @@ def test_signal_during_the_start_ends_it(start_server: StartServer) -> None:
     assert slow.wait() == 0
 
 
-def test_effective_settings_are_logged_with_their_origin(start_server: StartServer, tmp_path: Path) -> None:
+def test_settings_that_differ_from_their_defaults_are_logged_in_one_record_by_origin(
+    start_server: StartServer, tmp_path: Path
+) -> None:
     config = tmp_path / "npugrad.toml"
     config.write_text("hang_grace_s = 7\nmax_queue_depth = 9\n")
     env = {"NPUGRAD_CONFIG": str(config), "NPUGRAD_MAX_QUEUE_DEPTH": "5", "NPUGRAD_PRODUCT": "atlas-a3"}
-    configured = start_server("--drain-timeout-s", "33", env=env)
-    logged = {line["name"]: (line["value"], line["origin"]) for line in configured.log_lines("setting")}
-    assert logged["hang_grace_s"] == (7.0, "file")
-    assert logged["max_queue_depth"] == (5, "environment")
-    assert logged["drain_timeout_s"] == (33.0, "flag")
-    assert logged["streams_per_device"] == (1, "default")
+    configured = start_server("--drain-timeout-s", "33", "--run-limit-s", "540", env=env)
+    (logged,) = configured.log_lines("settings")
+    assert logged["file"] == {"hang_grace_s": 7.0}
+    assert logged["environment"] == {"max_queue_depth": 5, "product": "atlas-a3"}
+    arenas = {"input_arena_bytes": 2**28, "output_arena_bytes": 2**27, "prefault_bytes": 0}
+    others = {"listen": "127.0.0.1:0", "devices": ["cpu:0"], "metrics_listen": "", "log_format": "json"}
+    assert logged["flag"] == {**arenas, **others, "drain_timeout_s": 33.0}
+    assert logged["chosen"].keys() == {"device_memory_bytes"}
     info = configured.info()
     assert (info.product, info.limits.max_queue_depth) == (Product.ATLAS_A3.wire, 5)
 

@@ -3,16 +3,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
+from itertools import product
+from pathlib import Path
 
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from npugrad.call import CallOptions, ExecutionInfo
-from npugrad.ops import get_operator
+from npugrad.ops import OPERATORS, get_operator
 from npugrad.products import Product
+from npugrad.timeline import SERVER_STAGES
 from npugrad_server.logs import MAX_BACKLOG_LINES, LogBacklog
 from npugrad_server.metrics import Metrics
 from npugrad_server.pool import DeviceState, DeviceStatus, PlannedCall, PoolStats
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class Figures:
@@ -35,8 +41,8 @@ class Figures:
         )
 
 
-def planned() -> PlannedCall:
-    record = get_operator("group_norm_backward")
+def planned(operator: str = "group_norm_backward") -> PlannedCall:
+    record = get_operator(operator)
     call = record.build()
     return PlannedCall.alone(record, call, record.infer(call), CallOptions(), "r", None)
 
@@ -132,6 +138,36 @@ def test_what_the_pool_tells_is_counted() -> None:
         labels = {**operator, **device, "stage": stage}
         assert value("npugrad_stage_seconds_sum", labels) == seconds
         assert value("npugrad_stage_seconds_count", labels) == 1
+
+
+async def test_a_page_has_the_samples_that_the_reference_tells_and_few_enough() -> None:
+    """As many devices as given have run as many operators, in one message and as a stream."""
+
+    async def samples(operators: int, devices: int) -> int:
+        metrics = Metrics("1", "atlas-a2")
+        metrics.show_pool(Figures(), asyncio.get_running_loop())
+        marks = [("", 0.0), *((stage, 1.0) for stage in SERVER_STAGES)]
+        for record, device in product(list(OPERATORS.values())[:operators], ("cpu:0", "cpu:1")[:devices]):
+            call, info = (
+                planned(record.name),
+                ExecutionInfo("cpu", device, Product.ATLAS_A2, predicted_run_s=1),
+            )
+            metrics.call_accepted(call)
+            metrics.call_finished(call, "OK", 1.0, info)
+            metrics.stages_passed(record.name, device, marks)
+            metrics.bytes_moved(record.name, 1, 1)
+            for method in (record.rpc, "Execute"):
+                metrics.call_arrived(method)
+                metrics.call_answered(method, record.name, "OK", "OK", device, 1.0, tenant="other")
+        page = await asyncio.to_thread(generate_latest, metrics.registry)
+        return len(re.findall(rb"^\w", page, re.MULTILINE))
+
+    assert await samples(len(OPERATORS), 2) < 800
+    one, of_pair = await samples(1, 1), await samples(1, 2) - await samples(1, 1)
+    of_operator = await samples(2, 1) - one - of_pair
+    text = (ROOT / "docs/reference/metrics.md").read_text("utf-8")
+    assert f"{of_operator} samples for each operator" in text
+    assert f"{of_pair} for each operator and device" in text
 
 
 def test_lines_that_the_log_lost_are_counted() -> None:
