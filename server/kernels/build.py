@@ -1,8 +1,9 @@
 """Builds the CPU kernels: `python server/kernels/build.py` with any C++17 compiler, nothing else.
 
 Makes one shared library for each variant of the instruction set, from the same sources; the loader picks one
-by the CPU's flags. They go to `npugrad_server/backends/cpu/lib`, next to the loader, so that installed and
-editable packages find them the same way. Libraries that are up to date are not rebuilt.
+by the CPU's flags, and that one is made first. They go to `npugrad_server/backends/cpu/lib`, next to the
+loader, so that installed and editable packages find them the same way. Libraries that are up to date are not
+rebuilt.
 """
 
 from __future__ import annotations
@@ -19,7 +20,12 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 SOURCES = Path(__file__).resolve().parent
 LIBRARIES = SOURCES.parent / "npugrad_server" / "backends" / "cpu" / "lib"
@@ -111,6 +117,23 @@ def machine() -> str:
     return {"amd64": "x86_64", "arm64": "aarch64"}.get(found, found)
 
 
+def processor_flags() -> set[str]:
+    """Flags of this processor as Linux names them; empty if it does not tell."""
+    try:
+        return set(Path("/proc/cpuinfo").read_text().split())
+    except OSError:
+        return set()
+
+
+def native_variant(target: str | None = None) -> str:
+    """The variant that the loader would pick here; empty if the target is another machine."""
+    flags = {flag.replace("bmi1", "bmi") for flag in processor_flags()}  # as the compiler names it
+    for name, wanted in VARIANTS.get(machine(), {}).items():
+        if all(flag.removeprefix("-m") in flags for flag in wanted if "=" not in flag):
+            return name if target in (None, machine()) else ""
+    return ""
+
+
 def library_name(variant: str) -> str:
     """File name of a variant's library."""
     return f"libnpugrad_kernels_{variant}.so"
@@ -124,8 +147,9 @@ def build(
     compiler: list[str] | None = None,
     sanitizers: tuple[str, ...] = (),
     jobs: int | None = None,
+    tell: Callable[[str], object] = lambda _: None,
 ) -> list[Built]:
-    """Builds the libraries.
+    """Builds the libraries, that of this processor first: it can be used while the others are compiled.
 
     Args:
         out: Output folder; made if it is missing.
@@ -134,6 +158,7 @@ def build(
         compiler: Command of the compiler; None finds one.
         sanitizers: Names in `SANITIZERS`; such libraries are for tests.
         jobs: Compilers that run at once; None for one per processor.
+        tell: Gets a line about each library as soon as it is there.
 
     Raises:
         BuildError: There is no compiler, it failed, or there are no variants for the machine.
@@ -146,7 +171,8 @@ def build(
         raise BuildError(f"found variant {unknown[0]}; expected one of {', '.join(known)}")
     command = compiler or find_compiler()
     out.mkdir(parents=True, exist_ok=True)
-    wanted = {name: known[name] for name in variants or known}
+    native = native_variant(target)
+    wanted = {name: known[name] for name in sorted(variants or known, key=lambda name: name != native)}
     version = _run([*command, "--version"])
     checks = [flag for name in sanitizers for flag in SANITIZERS[name]]
     with ThreadPoolExecutor(jobs or os.cpu_count() or 1) as pool:
@@ -155,8 +181,12 @@ def build(
         with tempfile.TemporaryDirectory(prefix="npugrad-kernels-") as folder:
             for maker in stale:
                 maker.start(pool, Path(folder))
-            for maker in stale:
-                maker.finish(Path(folder), static=not sanitizers)
+            for maker in makers:
+                if maker in stale:
+                    maker.finish(Path(folder), static=not sanitizers)
+                done = "built" if maker in stale else "up to date"
+                what = f"{maker.variant}, for this processor" if maker.variant == native else maker.variant
+                tell(f"kernels: {what}: {done}, {maker.path}")
     return [Built(maker.variant, maker.path, maker in stale) for maker in makers]
 
 
@@ -245,15 +275,19 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     start = time.monotonic()
     try:
-        made = build(options.out, variants=options.variant, target=options.target, sanitizers=sanitizers)
+        build(
+            options.out,
+            variants=options.variant,
+            target=options.target,
+            sanitizers=sanitizers,
+            tell=partial(print, flush=True),
+        )
     except BuildError as error:
         if options.optional and wanted != "1" and isinstance(error, NoCompiler):
             print(f"kernels: none built, the CPU backend will run its reference: {error}")
             return 0
         sys.stderr.write(f"kernels: {error}\n")
         return 1
-    for one in made:
-        print(f"kernels: {one.variant}: {'built' if one.fresh else 'up to date'}, {one.path}")
     print(f"kernels: {time.monotonic() - start:.1f} s")
     return 0
 

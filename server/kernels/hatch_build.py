@@ -1,7 +1,8 @@
 """The build hook: compiles the CPU kernels into the wheel, or next to the sources of an editable install.
 
 `NPUGRAD_BUILD_KERNELS=0` leaves them out; `1` makes a failure an error. Otherwise, if there is no compiler or
-it fails, the install continues: the CPU backend then runs the reference and says so.
+it fails, the install continues: the CPU backend then runs the reference and says so. The variant of this
+processor comes first; `pip install -v` shows a line about each.
 
 `NPUGRAD_WHEEL_PLATFORM=manylinux_2_28_aarch64` makes a wheel for other machines; CXX must be a compiler for
 that glibc and machine. `make wheels` has one.
@@ -59,14 +60,14 @@ class KernelsBuildHook(BuildHookInterface):  # type: ignore[type-arg, misc, unus
     def _build(self, build: Any, platform: str) -> Any:
         root = Path(self.root)
         if not platform:
-            return build.build(root / _PACKAGE)
+            return build.build(root / _PACKAGE, tell=self.app.display_info)
         known = re.fullmatch(r"manylinux_\d+_\d+_(\w+)", platform)
         if known is None:
             raise build.BuildError(
                 f"found {_PLATFORM}={platform}; expected one such as manylinux_2_28_x86_64"
             )
         # Not next to the loader, which would load them on this machine.
-        return build.build(root / "build" / platform, target=known[1])
+        return build.build(root / "build" / platform, target=known[1], tell=self.app.display_info)
 
 
 def _build_module(path: Path) -> Any:

@@ -11,10 +11,13 @@ from typing import Any
 import pytest
 from tests.server.kernels.conftest import ROOT
 
+from npugrad_server.backends.cpu.kernels import usable_variants
+
 SETTING = "NPUGRAD_BUILD_KERNELS"
 FAILS = '#!/bin/sh\n[ "$1" = --version ] && exit 0\necho "no such type" >&2\nexit 1\n'
 # As fast as a build can be: whatever `-o` names is there afterwards.
 WORKS = '#!/bin/sh\nwhile [ $# -gt 1 ]; do [ "$1" = -o ] && : > "$2"; shift; done\nexit 0\n'
+FLAGS_AVX2 = "avx2 fma f16c bmi1 bmi2"
 Run = Callable[..., tuple[int, str]]
 
 
@@ -68,6 +71,21 @@ def test_without_a_compiler_it_fails_unless_the_kernels_are_optional(run: Run, t
     code, said = run("--optional", **{SETTING: "1"})
     assert (code, "no C++ compiler" in said) == (1, True), said
     assert made(tmp_path) == []
+
+
+@pytest.mark.parametrize("flags", ["", FLAGS_AVX2, f"{FLAGS_AVX2} avx512f avx512bw avx512dq avx512vl"])
+def test_the_variant_of_this_processor_is_built_first_and_told(
+    run: Run, build_module: Any, monkeypatch: pytest.MonkeyPatch, flags: str
+) -> None:
+    loaded, *rest = usable_variants("x86_64", frozenset(flags.split()))
+    monkeypatch.setattr(build_module, "machine", lambda: "x86_64")
+    monkeypatch.setattr(build_module, "processor_flags", lambda: set(flags.split()))
+    code, said = run(compiler=WORKS)
+    first, *others = said.splitlines()[:-1]
+    assert code == 0
+    assert first.startswith(f"kernels: {loaded}, for this processor: built, ")
+    assert not any("for this processor" in line for line in others)
+    assert set(rest) <= {line.split(":")[1].strip() for line in others}
 
 
 def test_an_error_of_the_compiler_fails_though_the_kernels_are_optional(run: Run) -> None:
