@@ -4,7 +4,7 @@
 #   VENV=.venv312          where; one folder per interpreter
 #   TORCH_INDEX=URL        an additional package index for torch: PyTorch's own CPU index saves some gigabytes
 #   CONTEXT=name           of kubectl: the cluster that test-cluster may use
-#   ARGS="-k group_norm"   appended to pytest or to `npugrad demo`
+#   ARGS="-k group_norm"   appended to pytest, to `npugrad demo` and to other commands
 #   PROCESSES=0            how many run tests at once; else two for each core (test-npu: three). 0 is one, with which --pdb and -s work
 
 SHELL := bash
@@ -36,6 +36,7 @@ PROCESSES ?= auto
 BIN := $(VENV)/bin
 TOOLS := protos/npugrad/_tools
 STAMP := $(VENV)/.stamp
+STAMP_TOOLS := $(if $(wildcard $(STAMP)),$(STAMP),$(VENV)/.tools)
 STAMP_GEN := $(VENV_GEN)/.stamp
 STAMP_FLOOR := $(VENV_FLOOR)/.stamp
 STAMP_NPU := $(VENV_NPU)/.stamp
@@ -77,10 +78,17 @@ environments: $(STAMP) $(STAMP_GEN) $(STAMP_FLOOR) $(STAMP_NPU) $(STAMP_JAX) $(S
 
 # torch is pinned: any other version would pull gigabytes of libraries that a CPU host cannot use.
 $(STAMP): $(PROJECTS)
-	@echo "make: setting up $(VENV) (some minutes the first time)"
+	@echo "make: setting up $(VENV) (some minutes the first time)" >&2
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python $(PIP_INSTALL) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
 	    --editable '.[otel,bench,demo,dev]' --editable ./server '$(TORCH)'
+	touch $@
+
+# What the generators need is there minutes before torch is; `make venv` adds the rest to it.
+$(VENV)/.tools: $(PROJECTS)
+	@echo "make: setting up the generators in $(VENV) (a minute or two the first time)" >&2
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	NPUGRAD_BUILD_KERNELS=0 $(BIN)/python $(PIP_INSTALL) --editable '.[tools]' --editable ./server
 	touch $@
 
 $(STAMP_GEN): $(TOOLS)/gen_protos.py
@@ -404,12 +412,15 @@ build/.wheels: $(PROJECTS) $(TOOLS)/floors.py | $(STAMP)
 gen: gen-protos gen-records ## Regenerate all generated files
 gen-protos: $(STAMP_GEN) ## Regenerate protos/npugrad/v1
 	$(VENV_GEN)/bin/python $(TOOLS)/gen_protos.py
-gen-records: gen-protos $(STAMP)
+gen-records: gen-protos $(STAMP_TOOLS)
 	for tool in $(RECORD_GENERATORS); do $(BIN)/python $$tool; done
 
-new-operator: $(STAMP) ## Scaffold another operator from the vendor's page: PAGE=aclnnRmsNormGrad.md
+new-operator: $(STAMP_TOOLS) ## Scaffold another operator from the vendor's page: PAGE=aclnnRmsNormGrad.md
 	$(BIN)/python -m npugrad._tools.new_operator $(PAGE)
 	$(MAKE) gen
+
+chart: $(STAMP_TOOLS) ## Print the objects of the chart without Helm: PROFILE=hami ARGS="--values mine.yaml --namespace ml"
+	@$(BIN)/python $(TOOLS)/gen_manifests.py --profile '$(PROFILE)' $(ARGS)
 
 wheels: $(STAMP) $(STAMP_ZIG) ## Build a release under dist: wheels for x86-64 and aarch64, built with Zig, and source distributions
 	ZIG='$(abspath $(VENV_ZIG))/bin/python -m ziglang' $(BIN)/python -m tests.project.release $(ARGS)
@@ -417,4 +428,4 @@ wheels: $(STAMP) $(STAMP_ZIG) ## Build a release under dist: wheels for x86-64 a
 
 baseline: $(STAMP) ## Record the current protos as the compatibility baseline
 	$(BIN)/buf build protos --exclude-source-info --output protos/baseline.binpb
-.PHONY: gen gen-protos gen-records new-operator baseline
+.PHONY: gen gen-protos gen-records new-operator chart baseline

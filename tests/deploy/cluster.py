@@ -24,9 +24,10 @@ from typing import Any
 
 import trustme
 import yaml
-from tests.deploy.releases import NAME, PROFILES, render, values_of
+from tests.deploy.releases import NAME, render
 
 from npugrad import OPERATORS
+from npugrad._tools.gen_manifests import PROFILES, values_of
 from npugrad_client import Client, Tls
 from npugrad_server.acceptance.job import make_job
 from npugrad_server.acceptance.known import known

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from functools import cache, cached_property
-from pathlib import Path
 from typing import Any
 
 import yaml
 from helm_python import Chart
 from typer.main import get_command
 
+from npugrad._tools.gen_manifests import CHART, values_of
 from npugrad_server.cli import app
 from npugrad_server.config import ServerSettings
 
-ROOT = Path(__file__).resolve().parents[2]
-CHART = ROOT / "deploy" / "helm" / "npugrad"
-PROFILES = sorted(path.stem for path in (CHART / "profiles").glob("*.yaml"))
 NAME, NAMESPACE = "npugrad", "gradients"
 
 TENANTS = """gateways = ["edge.example.org"]
@@ -73,24 +70,6 @@ FEATURES: dict[str, dict[str, Any]] = {
 
 Documents = dict[tuple[str, str], dict[str, Any]]
 """The objects of a release by kind and name."""
-
-
-def values_of(profile: str, *others: dict[str, Any]) -> dict[str, Any]:
-    """The values of a profile, with others on top of them as Helm lays them."""
-    values: dict[str, Any] = yaml.safe_load((CHART / "profiles" / f"{profile}.yaml").read_text("utf-8"))
-    for other in others:
-        values = laid_on(values, other)
-    return values
-
-
-def laid_on(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """Values on top of others, as Helm lays them."""
-    nested = {
-        key: laid_on(below[key], value)
-        for key, value in above.items()
-        if isinstance(value, dict) and isinstance(below.get(key), dict)
-    }
-    return {**below, **above, **nested}
 
 
 @cache

@@ -5,22 +5,23 @@ No cluster takes part. What only a cluster or a card can show is listed in docs/
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from helm_python import lint
 from jsonschema.exceptions import ValidationError
 from packaging.version import Version
 from tests.deploy.releases import (
-    CHART,
     FEATURES,
     MUTUAL,
     NAME,
-    PROFILES,
-    ROOT,
+    NAMESPACE,
     TENANTS,
     Release,
     chart,
@@ -30,6 +31,7 @@ from tests.deploy.releases import (
 from tests.deploy.schemas import CUSTOM_KINDS, KUBERNETES, check
 
 import npugrad
+from npugrad._tools.gen_manifests import CHART, PROFILES, ROOT, main
 from npugrad_server.pages import LIVEZ, PROBE_TIMEOUT_S, READYZ
 from npugrad_server.start_checks import ready_timeout_s
 from npugrad_server.tenants import parse_tenants
@@ -113,6 +115,21 @@ def test_strict_schema_catches_a_misspelt_field(kind: str, path: tuple[str | int
 
 def test_custom_kinds_are_those_of_the_chart() -> None:
     assert {kind for features in FEATURES for kind, _ in release("cpu", features).objects} > CUSTOM_KINDS
+
+
+def test_make_chart_prints_what_helm_would_install(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = tmp_path / "mine.yaml"
+    values.write_text(json.dumps(FEATURES["full"]))  # YAML, too
+    assert main(["--profile", "hami", "--values", str(values), "--namespace", NAMESPACE]) == 0
+    found = list(yaml.safe_load_all(capsys.readouterr().out))
+    helm = ', "app.kubernetes.io/managed-by": "Helm"'
+    expected = json.loads(json.dumps(list(release("hami", "full").objects.values())).replace(helm, ""))
+    assert sorted(map(repr, found)) == sorted(map(repr, expected))
+    values.write_text("replicass: 3")
+    assert main(["--profile", "hami", "--values", str(values)]) == 1
+    assert "additional properties 'replicass' not allowed" in capsys.readouterr().err
 
 
 def test_helm_finds_nothing_wrong_with_the_chart() -> None:

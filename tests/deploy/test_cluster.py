@@ -19,10 +19,11 @@ from kubernetes_validate.utils import all_versions, major_minor
 from packaging.version import Version
 from tests.deploy import cluster
 from tests.deploy.cluster import USAGE, load_of, main, secret_of
-from tests.deploy.releases import MUTUAL, NAME, ROOT, Release, render, values_of
+from tests.deploy.releases import MUTUAL, NAME, Release, render
 from tests.fix_server import run_server
 from tests.fix_tls import Certificates
 
+from npugrad._tools.gen_manifests import ROOT, values_of
 from npugrad_client.bench.slo import Slo
 from npugrad_server.cluster import request_of
 

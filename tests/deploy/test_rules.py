@@ -12,10 +12,11 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 from tests.deploy.prometheus_tools import program
-from tests.deploy.releases import CHART, ROOT, Release
+from tests.deploy.releases import Release
 from tests.fix_server import run_server
 from tests.fix_tls import Certificates
 
+from npugrad._tools.gen_manifests import CHART, ROOT
 from npugrad._tools.metrics_table import all_metrics
 
 RULES = CHART / "files" / "npugrad.rules.yaml"

@@ -12,8 +12,10 @@ from helm_python import HelmRenderError, HelmValuesError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft7Validator
-from tests.deploy.releases import CHART, MUTUAL, PROFILES, TENANTS, Release, chart, laid_on
+from tests.deploy.releases import MUTUAL, TENANTS, Release, chart
 from tests.deploy.schemas import KUBERNETES, check
+
+from npugrad._tools.gen_manifests import CHART, PROFILES, laid_on
 
 Schema = dict[str, Any]
 

@@ -29,6 +29,18 @@ def touch(path: Path, seconds_ago: float) -> None:
     os.utime(path, (then, then))
 
 
+@pytest.mark.parametrize("target", ["new-operator", "gen", "chart"])
+def test_generators_wait_for_neither_torch_nor_kernels_and_need_nothing_where_all_is_there(
+    target: str, tmp_path: Path
+) -> None:
+    found = commands(target, tmp_path / "fresh")
+    assert "NPUGRAD_BUILD_KERNELS=0" in found
+    assert "'.[tools]'" in found
+    assert "torch==" not in found
+    touch(tmp_path / ".stamp", 0)
+    assert "pip install" not in commands(target, tmp_path, f"VENV_GEN={tmp_path}")
+
+
 @pytest.mark.parametrize("target", ["test", "demo", "bench", "bench-kernels", "test-npu"])
 def test_kernels_are_built_again_when_their_sources_are_newer(target: str, tmp_path: Path) -> None:
     touch(tmp_path / ".stamp", 0)

@@ -116,7 +116,7 @@ def test_base_install_needs_no_heavy_library_and_every_extra_is_declared(
 ) -> None:
     base = {canonicalize_name(each.name) for each in _requirements(metadata[CLIENT], extra=None)}
     assert base == BASE
-    assert {*HEAVY_EXTRAS, "dev"} == set(metadata[CLIENT].get_all("Provides-Extra", []))
+    assert {*HEAVY_EXTRAS, "tools", "dev"} == set(metadata[CLIENT].get_all("Provides-Extra", []))
 
 
 def test_floors_are_those_of_the_generator(metadata: Mapping[str, Message]) -> None:

@@ -20,7 +20,7 @@ else:
 ROOT = Path(__file__).resolve().parents[3]
 # torch and torch_npu are left out: gigabytes, and neither the client nor the CPU service needs them.
 EXTRAS = ("bench",)
-RESOLVED_EXTRAS = (*EXTRAS, "demo", "otel", "dev")
+RESOLVED_EXTRAS = (*EXTRAS, "demo", "otel", "tools", "dev")
 
 
 def requirements(extras: tuple[str, ...] = ()) -> list[Requirement]:
