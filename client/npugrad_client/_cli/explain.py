@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import re
+from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group
@@ -23,6 +25,10 @@ if TYPE_CHECKING:
 _PICK_MARK = " *"
 _PROPOSED = 5
 """Maximum number of names suggested for a misspelt one."""
+_LIKENESS = 0.8
+"""Least similarity of a suggestion, as difflib measures it: one letter in five may be wrong."""
+_SHORTEST = 4
+"""Letters of the shortest word that is suggested for another one."""
 
 
 class UnknownSubject(Exception):
@@ -87,10 +93,9 @@ def nearest(found: str, known: Iterable[str], expected: str) -> str:
     """
     asked = _plain(found)
     names = {_plain(name): name for name in known}
-    near = [text for text, name in names.items() if asked in text or _is_short_for(asked, name)]
-    near = near or difflib.get_close_matches(asked, names, n=_PROPOSED, cutoff=0.5)
-    if near:
-        return f"found {found!r}; did you mean {', '.join(names[text] for text in near[:_PROPOSED])}?"
+    near = [name for text, name in names.items() if _is_part(asked, text) or _is_short_for(asked, name)]
+    if near := near or _misspelt(asked, names.values()):
+        return f"found {found!r}; did you mean {', '.join(near[:_PROPOSED])}?"
     return f"found {found!r}; expected {expected}"
 
 
@@ -99,10 +104,30 @@ def _plain(name: str) -> str:
     return name.lower().replace("_", "")
 
 
+def _is_part(asked: str, text: str) -> bool:
+    return len(asked) > 2 and asked in text
+
+
 def _is_short_for(asked: str, name: str) -> bool:
     """Whether the name's words begin with these letters."""
-    words = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name.removeprefix("aclnn"))
-    return len(asked) > 2 and "".join(word[0] for word in words).lower().startswith(asked)
+    words = [word for word in _words(name.removeprefix("aclnn")) if word.isalpha()]
+    return _is_part(asked, "".join(word[0] for word in words).lower()[: len(asked)])
+
+
+def _misspelt(asked: str, names: Iterable[str]) -> list[str]:
+    """The names that are nearly so, or some words of which are: group_nrom is near group_norm_backward."""
+    parts: dict[str, list[str]] = defaultdict(list)
+    for name in names:
+        words = _words(name)
+        for start, end in itertools.combinations(range(len(words) + 1), 2):
+            parts["".join(words[start:end]).lower()].append(name)
+    likely = [part for part in parts if len(part) >= _SHORTEST]
+    close = difflib.get_close_matches("".join(_words(asked)), likely, n=_PROPOSED, cutoff=_LIKENESS)
+    return list(dict.fromkeys(name for part in close for name in parts[part]))
+
+
+def _words(name: str) -> list[str]:
+    return re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+", name)
 
 
 def _operators_told() -> str:

@@ -161,6 +161,13 @@ BOTH = "multi_scale_deformable_attention_grad, aclnnMultiScaleDeformableAttentio
             r"found 'GridSampler'; did you mean grid_sampler_2d_backward, grid_sampler_3d_backward, "
             r"aclnnGridSampler2DBackward, aclnnGridSampler3DBackward\?$",
         ),
+        ("group_nrom", None, r"found 'group_nrom'; did you mean group_norm_backward, aclnnGroupNormBackward"),
+        ("grad_sample", None, r"did you mean .*grid_sampler_2d_backward, grid_sampler_3d_backward"),
+        ("QUEUE_FUL", None, r"did you mean QUEUE_FULL\?$"),
+        ("timeout", None, "found 'timeout'; expected an operator, an"),
+        ("batch_norm", None, "found 'batch_norm'; expected an operator, an"),
+        ("banana", None, "found 'banana'; expected an operator, an"),
+        ("a", None, "found 'a'; expected an operator, an"),
         ("zzz", None, "found 'zzz'; expected an operator, an aclnn number, a reason or a constraint"),
         ("group_norm_backward", "c.pergroup", r"found 'c\.pergroup'; did you mean c\.per_group"),
         ("group_norm_backward", "zzz", "found 'zzz'; expected a constraint of group_norm_backward"),
