@@ -100,6 +100,10 @@ class Picker:
         with self._lock:
             return self._servers[index].answered_at > float("-inf")
 
+    def was_any_reached(self) -> bool:
+        """Whether any server has ever answered."""
+        return any(map(self.was_reached, range(len(self._servers))))
+
     def is_news(self, now: float) -> bool:
         """Whether to warn of lost servers now: once in 30 s, for all calls together."""
         with self._lock:

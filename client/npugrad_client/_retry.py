@@ -67,6 +67,8 @@ class RetryPolicy:
         max_backoff_s: Maximum wait in seconds between tries, unless the server asks for longer.
         max_retry_after_s: If the server asks for a longer wait than this many seconds, raise its error
             instead.
+        reach_for_s: Seconds from the start of a call to keep trying while no server was ever reached, as with
+            a mistyped address; None for as long as ``retry_for_s``.
         try_timeout_s: Deadline of each try in seconds, within that of the call; None for none. A try that
             exceeds it is retried.
         hedge_after_s: Seconds without an answer after which the call is sent again in parallel, to another
@@ -80,6 +82,7 @@ class RetryPolicy:
 
     max_tries: int = 4
     retry_for_s: float = 30.0
+    reach_for_s: float | None = None
     initial_backoff_s: float = 0.05
     max_backoff_s: float = 2.0
     max_retry_after_s: float = 30.0
@@ -93,7 +96,8 @@ class RetryPolicy:
         for name, least in (("max_tries", 1), ("budget", 0), ("budget_refill", 0)):
             if not getattr(self, name) >= least:
                 raise ValueError(f"{name}: found {getattr(self, name)}; expected {least} or more")
-        seconds = ("retry_for_s", "initial_backoff_s", "max_backoff_s", "max_retry_after_s", "hedge_after_s")
+        seconds = ("retry_for_s", "reach_for_s", "initial_backoff_s", "max_backoff_s")
+        seconds += ("max_retry_after_s", "hedge_after_s")
         for name in seconds:
             value = getattr(self, name)
             if value is not None and not value >= 0:
@@ -184,6 +188,7 @@ class RetrySchedule:
         self._next_at: float | None = now
         self._error: NpugradError | None = None
         self._free_tries, self._lost_since = 0, now
+        self._began, self._was_reached = now, False
         self.tries = 0
 
     def next(self, now: float) -> Launch | Wait:
@@ -235,6 +240,7 @@ class RetrySchedule:
         server, started = self._flying.pop(number)
         is_lost = self._is_lost_by(error, server)
         is_message = isinstance(error, CallTooLarge) and error.is_message
+        self._was_reached |= not isinstance(error, ConnectError) or error.was_connected
         self._picker.ended(server, started, now, error)
         if is_lost and not isinstance(self._error, (ConnectError, ServerDraining)):
             self._lost_since = now
@@ -287,7 +293,9 @@ class RetrySchedule:
             return None
         if self._picker.has_other(now, self._tried):
             return None if self._is_over(now) else 0.0
-        end = self._lost_since + self._policy.retry_for_s
+        end, reach_for_s = self._lost_since + self._policy.retry_for_s, self._policy.reach_for_s
+        if reach_for_s is not None and not (self._was_reached or self._picker.was_any_reached()):
+            end = min(end, self._began + reach_for_s)
         left_s = (end if self._deadline is None else min(end, self._deadline)) - now
         delay = max(min(self._backoff(), left_s / 2), _LEAST_WAIT_S)
         if delay >= left_s:

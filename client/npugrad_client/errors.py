@@ -177,6 +177,8 @@ _MISCONFIGURED = re.compile(
     rf"errors resolving|dns resolution failed|{_NO_HTTP2.pattern}|http proxy returned response code 4", re.I
 )
 """gRPC's messages where waiting does not help; for an unknown name, those of 1.67 and 1.85 differ."""
+_NOT_CONNECTED = re.compile(r"failed to connect|connections to all backends failing", re.I)
+"""gRPC's messages where there was no connection, with a single address and with several."""
 _REFUSED = re.compile(r"received rst_stream with error code 7\b", re.I)
 """gRPC's message for REFUSED_STREAM. gRPC's servers send it if a connection has too many calls: one counts
 until the server has released it, so that a client which keeps to the limit can still exceed it."""
@@ -295,6 +297,7 @@ def _without_details(error: Any, attempt: Attempt, is_ours: bool) -> NpugradErro
     made = cls(f"{attempt.what}: {text}")
     if isinstance(made, ConnectError):
         made.is_misconfigured = bool(_MISCONFIGURED.search(said) or _is_hung_up(said))
+        made.was_connected = not (made.is_misconfigured or _NOT_CONNECTED.search(said))
     return made
 
 

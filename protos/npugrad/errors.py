@@ -187,9 +187,11 @@ class ConnectError(TransportError):
         is_misconfigured: Whether the settings look wrong rather than the server being down: the name does not
             resolve, no gRPC server listens on the port, or the connection is closed at once, as when only one
             side uses TLS.
+        was_connected: Whether there was a connection, which was lost.
     """
 
     is_misconfigured: bool = False
+    was_connected: bool = False
 
 
 class DeadlineExceeded(TransportError):

@@ -138,7 +138,7 @@ def test_a_call_that_a_proxy_breaks_off_is_sent_to_another_server(answer: list[b
             is_refused = answer in (reset(7), reset(7, has_begun=True))
             told = "the call was refused by" if is_refused else "cannot reach"
             assert str(error).startswith(f"group_norm_backward: {told} {proxy.address}: ")
-            assert not error.is_misconfigured
+            assert (error.is_misconfigured, error.was_connected) == (False, True)
         for grads in outcomes([proxy.address, good.address], RetryPolicy(), way, hxw):
             assert not isinstance(grads, NpugradError), repr(grads)
             assert grads.info.tries <= 2

@@ -102,6 +102,7 @@ def test_a_socket_or_a_name_that_is_not_there_is_named_too(
     with Client(target, retry=policy) as client, pytest.raises(ConnectError, match=target) as caught:
         client.server_info()
     assert (caught.value.is_misconfigured, caught.value.tries) == (is_misconfigured, tries)
+    assert not caught.value.was_connected
 
 
 class _Page(BaseHTTPRequestHandler):

@@ -328,6 +328,25 @@ def test_an_address_that_looks_wrong_is_given_up_soon_until_it_was_right_once() 
     assert lose(schedule(picker=picker), 0, wrong) > 29
 
 
+def test_who_gives_up_soon_where_nobody_was_ever_reached_waits_for_a_server_that_was() -> None:
+    policy, away = RetryPolicy(reach_for_s=5), ConnectError("nobody there")
+    assert 4.5 < lose(schedule(policy), 0, away) < 5
+    silent = schedule(policy)
+    fail(silent, 0, away, 5)  # a host that does not answer at all
+    assert ended(silent, 5, ConnectError) is away
+    crashed = ConnectError("lost in a long call")
+    crashed.was_connected = True
+    for reached in (crashed, ServerDraining("ends")):
+        made = schedule(policy)
+        fail(made, 0, reached, 400)
+        assert 429.5 < lose(made, 401, away) < 430
+    picker = Picker(2)
+    answered = schedule(policy, picker=picker)
+    launch(answered, 1)
+    answered.answered(1, 1)
+    assert lose(schedule(policy, picker=picker), 2, away) > 29
+
+
 def test_who_waits_for_lost_servers_is_told_once_for_all_calls(caplog: pytest.LogCaptureFixture) -> None:
     picker = Picker(1)
     lose(schedule(RetryPolicy(retry_for_s=0.9), picker=picker), 0, ConnectError("cannot reach it"))
@@ -537,6 +556,7 @@ def test_a_policy_refuses_what_cannot_be_meant() -> None:
         "budget_refill": float("nan"),
         "initial_backoff_s": -1,
         "retry_for_s": -1,
+        "reach_for_s": -1,
         "hedge_after_s": -0.1,
         "try_timeout_s": 0,
     }

@@ -8,7 +8,6 @@ import typer
 
 from npugrad_client import Client, RetryPolicy, Tls
 from npugrad_client._cli.files import FileError
-from npugrad_client._retry import RETRY
 from npugrad_client._targets import DEFAULT_PORT, complete_target
 from npugrad_client._tls import Servers
 
@@ -18,6 +17,8 @@ if TYPE_CHECKING:
 DEFAULT_TARGETS = [f"127.0.0.1:{DEFAULT_PORT}"]
 AT_ONCE = RetryPolicy(retry_for_s=0)
 """For commands that query a server: they report that it is unreachable instead of waiting for it."""
+REACH = RetryPolicy(reach_for_s=5.0)
+"""For other commands: somebody waits for them, who may have mistyped the address."""
 
 _TLS_PANEL = "TLS"
 
@@ -107,7 +108,7 @@ def refuse_tls_without_target(context: typer.Context) -> None:
 
 
 def connect(
-    targets: Sequence[str], timeout_s: float | None, how: Tls | None, retry: RetryPolicy = RETRY
+    targets: Sequence[str], timeout_s: float | None, how: Tls | None, retry: RetryPolicy = REACH
 ) -> Client:
     """Returns the client of a command.
 

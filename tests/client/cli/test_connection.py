@@ -15,7 +15,7 @@ from tests.fix_server import ServerProcess, run_server
 from tests.fix_tls import Certificates
 
 from npugrad.ops import OPERATORS
-from npugrad_client import Tls, demo
+from npugrad_client import RetryPolicy, Tls, demo
 from npugrad_client._cli.connection import addresses, connect, tls
 from npugrad_client._cli.files import FileError
 from npugrad_client.demo._cases import official_cases
@@ -173,4 +173,5 @@ def test_nothing_said_is_a_plain_connection() -> None:
     with pytest.raises(FileError, match="--tls-certificate needs --tls-key"):
         tls(True, None, "c", None)
     with fake_service() as seen, connect([seen.address], 20.0, None) as client:
+        assert client.__getstate__()[0].retry == RetryPolicy(reach_for_s=5.0)
         assert client.group_norm_backward(**group_norm()).info.device == "test:0"
