@@ -221,7 +221,10 @@ def call(
         Path,
         typer.Argument(metavar="FILE", help=".npz file with operands and attributes.", show_default=False),
     ],
-    output: Annotated[Path, typer.Option("--output", "-o", help=".npz file for the results.")],
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help=".npz file for the results. Default: only shapes and norms."),
+    ] = None,
     attr: Attr = None,
     dtype: Dtype = None,
     deterministic: Annotated[
@@ -245,7 +248,7 @@ def call(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Run an operator on the operands of a file and write the results to another.
+    """Run an operator on the operands of a file, show the results' shapes and norms, and write them.
 
     The keys of a file are names of operands and attributes; a missing operand is null.
 
@@ -253,7 +256,7 @@ def call(
     """
     how = (encrypted, tls_ca, tls_certificate, tls_key)
     with reporting(), connect(target, timeout, tls(*how)) as client:
-        record, path = find_record(operator), files.results_path(output)
+        record, path = find_record(operator), files.results_path(output) if output else None
         operands, attrs = files.read_call(record, file, dtype or ())
         attrs |= files.parse_attrs(record, attr or ())
         files.check_complete(record, attrs)
@@ -263,7 +266,8 @@ def call(
             **operands, **attrs, deterministic=deterministic, verify=verify, progress=progress
         )
         results = {p.name: getattr(answer, p.name) for p in record.outputs}
-        files.write_results(path, results)
+        if path is not None:
+            files.write_results(path, results)
         if as_json:
             answered = json_answers.call(path, results, answer.info, with_timeline=timeline)
             out.print_json(json.dumps(answered))
@@ -271,7 +275,8 @@ def call(
         show.results(out, results, answer.info)
         if timeline:
             out.print(str(answer.info.timeline), markup=False, highlight=False, soft_wrap=True)
-        out.print(f"written to {path}", soft_wrap=True)
+        if path is not None:
+            out.print(f"written to {path}", soft_wrap=True)
 
 
 @app.command()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from npugrad.call import ExecutionInfo
     from npugrad.error_table import ErrorRow
     from npugrad.operator import Constraint, OpRecord, Verdict
+
+_BLOCK = 2**20
+"""Elements of a block."""
 
 
 def verdict(result: Verdict) -> dict[str, Any]:
@@ -35,16 +39,32 @@ def verdict(result: Verdict) -> dict[str, Any]:
     }
 
 
+def norm(array: npt.NDArray[Any]) -> float:
+    """Euclidean norm in float64, in blocks that need little memory."""
+    flat = array.reshape(-1)
+    blocks = (flat[start : start + _BLOCK].astype("float64") for start in range(0, flat.size, _BLOCK))
+    return math.sqrt(sum(float(block @ block) for block in blocks))
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
 def call(
-    path: Path, arrays: dict[str, npt.NDArray[Any] | None], info: ExecutionInfo, *, with_timeline: bool
+    path: Path | None, arrays: dict[str, npt.NDArray[Any] | None], info: ExecutionInfo, *, with_timeline: bool
 ) -> dict[str, Any]:
-    """Path, types and shapes of the results, None for masked-out ones, and the `ExecutionInfo`."""
+    """Path, types, shapes and norms of the results, None for masked-out ones, and the `ExecutionInfo`.
+
+    A norm that is not finite is None, too: JSON has no such number.
+    """
     outputs = {
-        name: None if array is None else {"dtype": str(array.dtype), "shape": list(array.shape)}
+        name: None
+        if array is None
+        else {"dtype": str(array.dtype), "shape": list(array.shape), "norm": _finite(norm(array))}
         for name, array in arrays.items()
     }
     timeline = {"timeline": str(info.timeline)} if with_timeline else {}
-    return {"file": str(path), "outputs": outputs, "info": asdict(info), **timeline}
+    return {"file": path and str(path), "outputs": outputs, "info": asdict(info), **timeline}
 
 
 def error(row: ErrorRow) -> dict[str, Any]:

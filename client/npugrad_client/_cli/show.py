@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from npugrad_client._attempt import bytes_text
+from npugrad_client._cli import json_answers
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -110,9 +111,11 @@ def verdict(console: Console, operator: str, result: Verdict) -> None:
 
 
 def results(console: Console, arrays: dict[str, npt.NDArray[Any] | None], info: ExecutionInfo) -> None:
-    """Prints shapes of results and what produced them."""
+    """Prints shapes and norms of results and what produced them."""
     for name, array in arrays.items():
-        text = "masked out" if array is None else f"{array.dtype}{list(array.shape)}"
+        text = "masked out"
+        if array is not None:
+            text = f"{array.dtype}{list(array.shape)}, norm {json_answers.norm(array):.6g}"
         console.print(f"{name}: {text}", soft_wrap=True)
     simulated = ", simulated" if info.simulated else ""
     console.print(
