@@ -15,7 +15,7 @@ import npugrad
 from npugrad import OPERATORS
 from npugrad.attributes import KINDS
 from npugrad.products import Product, product_from_name
-from npugrad_client._cli import advise, bench, files, json_answers, show
+from npugrad_client._cli import advise, bench, completion, files, json_answers, show
 from npugrad_client._cli.connection import (
     AT_ONCE,
     DEFAULT_TARGETS,
@@ -65,7 +65,13 @@ Dtype = Annotated[
     typer.Option("--dtype", metavar="NAME=bfloat16", help="Operand whose 2-byte elements are bfloat16."),
 ]
 OperatorName = Annotated[
-    str, typer.Argument(metavar="OPERATOR", help=f"One of {', '.join(OPERATORS)}.", show_default=False)
+    str,
+    typer.Argument(
+        metavar="OPERATOR",
+        help=f"One of {', '.join(OPERATORS)}.",
+        show_default=False,
+        autocompletion=completion.operators,
+    ),
 ]
 _PROGRESS_FROM_BYTES = 16 * 2**20
 _META_FORM = "NAME=DTYPE[SIZES]"
@@ -116,14 +122,23 @@ def info(
 @app.command()
 def ops(
     operator: Annotated[
-        str, typer.Argument(metavar="[OPERATOR]", help="Show only this one, in full.", show_default=False)
+        str,
+        typer.Argument(
+            metavar="[OPERATOR]",
+            help="Show only this one, in full.",
+            show_default=False,
+            autocompletion=completion.operators,
+        ),
     ] = "",
     target: Targets = DEFAULT_TARGETS,
     encrypted: Encrypted = False,
     tls_ca: Authority = None,
     tls_certificate: Certificate = None,
     tls_key: Key = None,
-    product: Annotated[str | None, typer.Option(help="Product to describe. Default: the server's.")] = None,
+    product: Annotated[
+        str | None,
+        typer.Option(help="Product to describe. Default: the server's.", autocompletion=completion.products),
+    ] = None,
     timeout: Timeout = 10.0,
     as_json: Json = False,
 ) -> None:
@@ -158,7 +173,11 @@ def validate(
     dtype: Dtype = None,
     local: Annotated[bool, typer.Option("--local", help="Validate here, without a server.")] = False,
     product: Annotated[
-        str | None, typer.Option(help="Product. Default: the server's, or atlas-a2 with --local.")
+        str | None,
+        typer.Option(
+            help="Product. Default: the server's, or atlas-a2 with --local.",
+            autocompletion=completion.products,
+        ),
     ] = None,
     target: Targets = DEFAULT_TARGETS,
     encrypted: Encrypted = False,
@@ -287,10 +306,14 @@ def explain(
             metavar="SUBJECT",
             show_default=False,
             help="A number such as 161002, a reason such as QUEUE_FULL, an operator or a constraint.",
+            autocompletion=completion.subjects,
         ),
     ],
     constraint: Annotated[
-        str | None, typer.Argument(metavar="CONSTRAINT", help="One constraint of the operator.")
+        str | None,
+        typer.Argument(
+            metavar="CONSTRAINT", help="One constraint of the operator.", autocompletion=completion.rules
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:

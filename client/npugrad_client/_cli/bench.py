@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from npugrad import OPERATORS, NpugradError
-from npugrad_client._cli import files
+from npugrad_client._cli import completion, files
 from npugrad_client._cli.bench_scenario import DEFAULT_OPERATOR, scenario_of
 from npugrad_client._cli.bench_search import check_search, search_capacity
 from npugrad_client._cli.bench_status import (
@@ -53,10 +53,18 @@ _EXTRA = "the extra `bench`: pip install '.[bench]' in a checkout of npugrad"
 def bench(
     context: typer.Context,
     scenario: Annotated[
-        str, typer.Option(help="YAML file, or a shipped scenario (`npugrad bench scenarios` lists them).")
+        str,
+        typer.Option(
+            help="YAML file, or a shipped scenario (`npugrad bench scenarios` lists them).",
+            autocompletion=completion.scenarios,
+        ),
     ] = "",
     operator: Annotated[
-        str, typer.Option(help=f"One of {', '.join(OPERATORS)}; {DEFAULT_OPERATOR} by default.")
+        str,
+        typer.Option(
+            help=f"One of {', '.join(OPERATORS)}; {DEFAULT_OPERATOR} by default.",
+            autocompletion=completion.operators,
+        ),
     ] = "",
     size: Annotated[
         str,

@@ -68,7 +68,7 @@ def find(
     Raises:
         UnknownSubject: There is no such subject or constraint.
     """
-    record = _operator(subject)
+    record = find_operator(subject)
     if constraint is not None:
         if record is None:
             expected = f"an operator before a constraint; {_operators_told()}"
@@ -79,7 +79,7 @@ def find(
     rules = [(s, c) for s in OPERATORS.values() for c in s.constraints if c.id == subject]
     if not rules:
         expected = f"an operator, an aclnn number, a reason or a constraint; {_operators_told()}"
-        raise UnknownSubject(nearest(subject, _subjects(), expected))
+        raise UnknownSubject(nearest(subject, subjects(), expected))
     return rules
 
 
@@ -138,7 +138,8 @@ def _operators() -> list[str]:
     return [*OPERATORS, *(s.aclnn_name for s in OPERATORS.values())]
 
 
-def _operator(subject: str) -> OpRecord | None:
+def find_operator(subject: str) -> OpRecord | None:
+    """The operator of this name, or of the aclnn function's; None if there is none."""
     by_aclnn = {record.aclnn_name.lower(): record for record in OPERATORS.values()}
     return OPERATORS.get(subject.lower()) or by_aclnn.get(subject.lower())
 
@@ -149,7 +150,8 @@ def _row(subject: str) -> ErrorRow | None:
     return BY_REASON.get(subject.upper())
 
 
-def _subjects() -> list[str]:
+def subjects() -> list[str]:
+    """All that can be explained."""
     names = [*_operators(), *map(str, BY_CODE), *BY_REASON]
     return names + [c.id for s in OPERATORS.values() for c in s.constraints]
 

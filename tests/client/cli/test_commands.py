@@ -18,6 +18,7 @@ from tests.client.cli.command import NOWHERE, failed, flags, process, run
 from tests.client.fake_service import group_norm
 from tests.fix_server import ServerProcess
 from tests.operators import MSDA
+from typer.testing import CliRunner
 
 import npugrad
 from npugrad import OPERATORS
@@ -25,6 +26,7 @@ from npugrad.dtypes import DType
 from npugrad_client import OperatorInfo
 from npugrad_client._cli import show
 from npugrad_client._info import ParameterInfo
+from npugrad_client.cli import app
 
 LEGAL = ("grad_out=float32[2,3,4]", "input=float32[2,3,4]", "mean=float32[2]", "rstd=float32[2]")
 ATTRS = ("n=2", "c=3", "hxw=4", "group=1", "output_mask=true,true,false")
@@ -300,3 +302,25 @@ def test_an_operator_that_is_not_there_is_told_with_who_lacks_it(
     lines = printed.getvalue().splitlines()
     assert lines[0] == first
     assert lines[2].strip().startswith(types)
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("npugrad call gri", ["grid_sampler_2d_backward", "grid_sampler_3d_backward"]),
+        ("npugrad ops layer", ["layer_norm_backward"]),
+        ("npugrad validate --product atlas-a", ["atlas-a2", "atlas-a3"]),
+        ("npugrad explain QUEUE", ["QUEUE_FULL"]),
+        ("npugrad explain 1610", ["161001", "161002"]),
+        ("npugrad explain aclnnL", ["aclnnLayerNormBackward"]),
+        ("npugrad explain group_norm_backward c.per", ["c.per_group"]),
+        ("npugrad explain aclnnGroupNormBackward c.per", ["c.per_group"]),
+        ("npugrad explain layer_norm_backward c.per", []),
+        ("npugrad bench --operator fused", ["fused_floyd_attention_grad"]),
+        ("npugrad bench --scenario detection-", ["detection-decoder", "detection-encoder"]),
+    ],
+)
+def test_a_shell_completes_names(line: str, expected: list[str]) -> None:
+    asked = {"_NPUGRAD_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(line.count(" "))}
+    result = CliRunner().invoke(app, prog_name="npugrad", env=asked)
+    assert result.stdout.split() == expected
