@@ -194,31 +194,49 @@ def check_cluster(
     resource = resource or _resource_of(cluster, profile)
     if resource:
         findings += _cards(cluster, resource)
-    used, oldest = _used(cluster), OLDEST_DRA if profile == "dra" else OLDEST_KUBERNETES
-    by_node = {
-        _name(node): [*_version(node, oldest), *_problems(node, resource, request, used)]
-        for node in cluster.nodes
-        if not resource or resource in _allocatable(node)
-    }
+    by_node, skipped = _by_node(cluster, profile, request, resource)
     fits = [name for name, problems in by_node.items() if not problems]
-    label = "note" if fits else "fail"
-    for name, problems in by_node.items():
+    for name, problems in (by_node | skipped).items():
+        label = "note" if fits or name in skipped else "fail"
         findings += [
             ClusterFinding(label, reason, f"{name}: {text}", cure) for reason, text, cure in problems
         ]
+    without = f"; skipped, as they have no {resource}: {', '.join(skipped)}" if skipped else ""
     if fits:
         text = f"profile {profile}: found {len(fits)} of {len(cluster.nodes)} nodes that can take a pod: "
-        findings.append(ClusterFinding("ok", "", text + ", ".join(fits)))
+        findings.append(ClusterFinding("ok", "", text + ", ".join(fits) + without))
     else:
-        findings.append(
-            ClusterFinding(
-                "fail",
-                "NO_NODE",
-                f"profile {profile}: found no node that can take a pod; expected at least one",
-                "see the lines above, node by node",
-            )
-        )
+        text = f"profile {profile}: found no node that can take a pod; expected at least one{without}"
+        cure = _fitting_now(cluster, request) or "see the lines above, node by node"
+        findings.append(ClusterFinding("fail", "NO_NODE", text, cure))
     return findings
+
+
+def _by_node(
+    cluster: Cluster, profile: str, request: PodRequest, resource: str
+) -> tuple[dict[str, list[Problem]], dict[str, list[Problem]]]:
+    """What keeps a pod off each node that has the card, and what else is wrong with each of the others."""
+    used, oldest = _used(cluster), OLDEST_DRA if profile == "dra" else OLDEST_KUBERNETES
+    found: dict[str, list[Problem]] = {}
+    skipped: dict[str, list[Problem]] = {}
+    for node in cluster.nodes:
+        problems = _version(node, oldest)
+        if resource and resource not in _allocatable(node):
+            skipped[_name(node)] = problems
+        else:
+            found[_name(node)] = [*problems, *_problems(node, resource, request, used)]
+    return found, skipped
+
+
+def _fitting_now(cluster: Cluster, request: PodRequest) -> str:
+    """Names a profile, of those that nodes show, whose pod some node can take; empty if there is none."""
+    for profile in ("mindcluster", "hami", "cce", "cpu"):
+        asked = request_of(profile, request.cards, request.chip, request.architecture)
+        found, _ = _by_node(cluster, profile, asked, _resource_of(cluster, profile))
+        fits = [name for name, problems in found.items() if not problems]
+        if fits and not _runtime_class(cluster, profile, asked):
+            return f"the profile {profile} would fit now, on {', '.join(fits)}; or see the lines above"
+    return ""
 
 
 def _resource_of(cluster: Cluster, profile: str) -> str:
@@ -234,7 +252,7 @@ def _version(node: dict[str, Any], oldest: tuple[int, int]) -> list[Problem]:
     if match is not None and (int(match[1]), int(match[2])) >= oldest:
         return []
     wanted = ".".join(map(str, oldest))
-    text = f"found Kubernetes {version or 'of unknown version'}; expected {wanted} or later"
+    text = f"found the kubelet {version or 'of unknown version'}; expected {wanted} or later"
     return [("KUBERNETES_TOO_OLD", text, "upgrade the node")]
 
 

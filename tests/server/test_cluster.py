@@ -79,6 +79,7 @@ def reasons(*items: dict[str, Any], profile: str = "", request: PodRequest | Non
 
 RUNTIME = {"kind": "RuntimeClass", "metadata": {"name": "ascend"}}
 CPU_NODE = node(cards={}, labels={})
+HOST, OLD_HOST = node("host", cards={}, labels={}), node("host", cards={}, version="v1.29.14")
 TAINT = {"taints": [{"key": "team", "effect": "NoSchedule"}]}
 
 
@@ -274,6 +275,10 @@ def test_api_server_is_asked_with_the_account_of_the_pod(api_server: str, tmp_pa
         ([], [node()], 0, "ok    profile mindcluster: found 1 of 1 nodes that can take a pod: node-1"),
         (["--profile", "cce"], [node()], 1, "-> use the profile mindcluster, or set devices.resource"),
         (["--profile", "cce", "--resource", ASCEND], [node()], 0, "profile cce: found 1 of 1"),
+        (["--profile", "cce"], [node()], 1, "-> the profile mindcluster would fit now, on node-1; or see"),
+        ([], [node(), pod(cards="8"), HOST], 1, "-> the profile cpu would fit now, on node-1, host; or see"),
+        ([], [node(), HOST], 0, f"take a pod: node-1; skipped, as they have no {ASCEND}: host"),
+        ([], [node(), OLD_HOST], 0, "note host: found the kubelet v1.29.14; expected 1.30 or later"),
         (["--cards", "9"], [node()], 1, "lower devices.count"),
         (["--chip", "a3"], [node()], 1, "set image.chip to 910b"),
         ([], [], 2, "found no nodes"),
