@@ -96,9 +96,8 @@ class RetryPolicy:
         for name, least in (("max_tries", 1), ("budget", 0), ("budget_refill", 0)):
             if not getattr(self, name) >= least:
                 raise ValueError(f"{name}: found {getattr(self, name)}; expected {least} or more")
-        seconds = ("retry_for_s", "reach_for_s", "initial_backoff_s", "max_backoff_s")
-        seconds += ("max_retry_after_s", "hedge_after_s")
-        for name in seconds:
+        waits = ("initial_backoff_s", "max_backoff_s", "max_retry_after_s", "hedge_after_s")
+        for name in ("retry_for_s", "reach_for_s", *waits):
             value = getattr(self, name)
             if value is not None and not value >= 0:
                 raise ValueError(f"{name}: found {value}; expected seconds, 0 or more")
