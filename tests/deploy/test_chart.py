@@ -377,6 +377,7 @@ def test_selectors_find_the_pods_and_their_ports(found: Release) -> None:
         elif kind == "NetworkPolicy":
             assert spec["podSelector"]["matchLabels"].items() <= labels.items()
             assert {port["port"] for rule in spec["ingress"] for port in rule["ports"]} == set(ports)
+            assert all("from" in rule for rule in spec["ingress"] if rule["ports"][0]["port"] == "metrics")
         elif kind in ("HorizontalPodAutoscaler", "ScaledObject"):
             assert spec["scaleTargetRef"]["name"] == found.deployment["metadata"]["name"]
             assert "replicas" not in found.deployment["spec"], "the scaler's number would be overwritten"
