@@ -43,6 +43,7 @@ from npugrad_client.errors import (
     CallTooLarge,
     Cancelled,
     CircuitOpen,
+    ClientUnusable,
     ConnectError,
     DeadlineExceeded,
     DeviceError,
@@ -64,7 +65,10 @@ from npugrad_client.errors import (
     TransportError,
     UnsafeLevels,
     UnsupportedOperator,
+    UsageError,
     WorkerLost,
+    WrongType,
+    WrongValue,
 )
 
 __all__ = [
@@ -73,6 +77,7 @@ __all__ = [
     "Cancelled",
     "CircuitOpen",
     "Client",
+    "ClientUnusable",
     "ConnectError",
     "ConstraintInfo",
     "DeadlineExceeded",
@@ -112,8 +117,11 @@ __all__ = [
     "TransportError",
     "UnsafeLevels",
     "UnsupportedOperator",
+    "UsageError",
     "Verdict",
     "VerifiedOutput",
     "Violation",
     "WorkerLost",
+    "WrongType",
+    "WrongValue",
 ]

@@ -6,7 +6,7 @@ torch is never imported here; if a tensor is passed, it is already imported.
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any, Protocol, Union
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, Union
 
 import ml_dtypes
 import numpy as np
@@ -14,12 +14,15 @@ import numpy.typing as npt
 
 from npugrad import layout
 from npugrad.dtypes import DType, dtype_from_name
+from npugrad.errors import WrongType
 from npugrad.meta import TensorMeta
 from npugrad.recipe import Recipe
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
     from types import ModuleType
+
+T = TypeVar("T")
 
 _DLPACK_HOST_DEVICES = (1, 3)
 """`kDLCPU` and `kDLCUDAHost` of the DLPack header: memory that the CPU can read."""
@@ -81,7 +84,7 @@ def to_numpy(value: object, operator: str, name: str) -> npt.NDArray[Any]:
         name: Name of the operand, also for the error message.
 
     Raises:
-        TypeError: It is not an array, its dtype is unsupported, or it is not in CPU memory.
+        WrongType: It is not an array, its dtype is unsupported, or it is not in CPU memory.
     """
     array = _torch_to_numpy(value, operator, name) if is_torch(value) else _foreign(value, operator, name)
     _dtype(array, operator, name)
@@ -92,7 +95,7 @@ def _dtype(array: npt.NDArray[Any], operator: str, name: str) -> DType:
     try:
         return dtype_from_name(array.dtype)
     except (ValueError, TypeError):  # NumPy raises TypeError: its newer types have no byte order
-        raise TypeError(
+        raise WrongType(
             f"{operator}: {name}: found dtype {array.dtype}; expected float32, float16, bfloat16, float64, "
             "an integer type or bool"
         ) from None
@@ -100,7 +103,7 @@ def _dtype(array: npt.NDArray[Any], operator: str, name: str) -> DType:
 
 def _foreign(value: object, operator: str, name: str) -> npt.NDArray[Any]:
     if isinstance(value, np.ma.MaskedArray):
-        raise TypeError(
+        raise WrongType(
             f"{operator}: {name}: found a masked array; expected one without a mask, so call .filled()"
         )
     if isinstance(value, (np.ndarray, np.generic)):
@@ -111,10 +114,10 @@ def _foreign(value: object, operator: str, name: str) -> npt.NDArray[Any]:
         if hasattr(value, "__dlpack__"):
             return _from_dlpack(value)
     except (TypeError, ValueError, RuntimeError, BufferError) as error:
-        raise TypeError(
+        raise WrongType(
             f"{operator}: {name}: found {type(value).__name__} that cannot be converted to an array: {error}"
         ) from error
-    raise TypeError(
+    raise WrongType(
         f"{operator}: {name}: found {type(value).__name__}; expected a NumPy array, a torch CPU tensor or "
         "anything with __array__ or __dlpack__"
     )
@@ -131,22 +134,40 @@ def _torch_to_numpy(value: Any, operator: str, name: str) -> npt.NDArray[Any]:
     """The memory of a torch CPU tensor: detached, conj and neg resolved, bfloat16 bit for bit."""
     torch: Any = _torch()
     if value.device.type != "cpu":
-        raise TypeError(
-            f"{operator}: {name}: found a tensor on {value.device}; expected CPU memory, so call .cpu()"
-        )
+        is_meta = value.is_meta
+        found = "a meta tensor, which holds no data" if is_meta else f"a tensor on {value.device}"
+        hint = "a tensor with values" if is_meta else "CPU memory, so call .cpu()"
+        raise WrongType(f"{operator}: {name}: found {found}; expected {hint}")
     if value.layout is not torch.strided or value.is_nested:
         kind = "a nested tensor" if value.is_nested else f"layout {value.layout}"
-        raise TypeError(f"{operator}: {name}: found {kind}; expected a dense tensor")
+        raise WrongType(f"{operator}: {name}: found {kind}; expected a dense tensor")
     try:
         plain = value.detach().resolve_conj().resolve_neg()
         if plain.dtype is torch.bfloat16:
             return plain.view(torch.int16).numpy().view(ml_dtypes.bfloat16)  # type: ignore[no-any-return]
         return plain.numpy()  # type: ignore[no-any-return]
     except (TypeError, RuntimeError) as error:  # a dtype that NumPy lacks; a tensor without memory
-        raise TypeError(
+        raise WrongType(
             f"{operator}: {name}: found a {type(value).__name__} of {value.dtype} that NumPy cannot read: "
             f"{error}"
         ) from None
+
+
+def detached(value: Any) -> Any:
+    """The value; a tensor without its part in autograd."""
+    return value.detach() if is_torch(value) else value
+
+
+def is_recording() -> bool:
+    """Whether autograd, if there is one, records what this thread does."""
+    torch: Any = _torch()
+    return torch is None or bool(torch.is_grad_enabled())
+
+
+def keeping_grad_mode(call: Callable[[], T]) -> Callable[[], T]:
+    """The call as another thread is to make it: under `torch.no_grad` where this thread is."""
+    torch: Any = _torch()
+    return call if is_recording() else torch.no_grad()(call)
 
 
 def pack_operand(value: object, operator: str, name: str) -> tuple[TensorMeta, memoryview | Recipe | None]:
@@ -194,24 +215,24 @@ def writable(value: object, operator: str, name: str) -> npt.NDArray[Any]:
     """Returns the memory of an array or tensor given as `out`.
 
     Raises:
-        TypeError: It is not writable, or writes would not be visible to the caller.
+        WrongType: It is not writable, or writes would not be visible to the caller.
     """
     if is_torch(value):
         array = _torch_to_numpy(value, operator, name)
         if value.is_neg() or value.is_conj():  # type: ignore[attr-defined]
-            raise TypeError(f"{operator}: {name}: found a lazily negated tensor in out; expected a plain one")
+            raise WrongType(f"{operator}: {name}: found a lazily negated tensor in out; expected a plain one")
     elif isinstance(value, np.ndarray) and not isinstance(value, np.ma.MaskedArray):
         array = value
     else:
-        raise TypeError(
+        raise WrongType(
             f"{operator}: {name}: found {type(value).__name__} in out; expected TensorMeta, None, a NumPy "
             "array or a torch CPU tensor"
         )
     _dtype(array, operator, name)
     if not array.flags.writeable:
-        raise TypeError(f"{operator}: {name}: found a read-only array in out; expected a writable one")
+        raise WrongType(f"{operator}: {name}: found a read-only array in out; expected a writable one")
     if any(step == 0 and size > 1 for step, size in zip(array.strides, array.shape, strict=True)):
-        raise TypeError(
+        raise WrongType(
             f"{operator}: {name}: found an expanded array in out; expected memory for every element"
         )
     return array

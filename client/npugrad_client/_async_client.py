@@ -7,9 +7,10 @@ import time
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from npugrad.registry import REGISTRY
+from npugrad.usage import reports_usage
 from npugrad_client import _info
 from npugrad_client._async_transport import AsyncTransport
-from npugrad_client._batch import Batch, OnError
+from npugrad_client._batch import Batch, OnError, arguments
 from npugrad_client._call import finish
 from npugrad_client._channels import STREAM_FROM_BYTES, settings
 from npugrad_client._clock import CallClock, tracing_by
@@ -18,6 +19,7 @@ from npugrad_client._plans import Plans
 from npugrad_client._profile import profiling
 from npugrad_client._retry import RETRY
 from npugrad_client._targets import target_repr
+from npugrad_client._warnings import note_gradients
 
 if TYPE_CHECKING:
     import os
@@ -44,6 +46,7 @@ _IN_A_THREAD_FROM_BYTES = 2**20
 """Operands of this size or more are packed in a thread, because that may copy them."""
 
 
+@reports_usage
 class AsyncClient(AsyncOperators):
     """Asyncio client of an npugrad server, or of several that share the load.
 
@@ -99,12 +102,12 @@ class AsyncClient(AsyncOperators):
 
         Raises:
             ImportError: `tracing` is set, but OpenTelemetry is not installed (extra ``otel``).
-            TypeError: A target is not a string, or `retry`, `tls` or `tracing` has the wrong type.
-            ValueError: There is no target, a target is no address, or `tls` names something that is not
-                PEM.
+            WrongType: An argument is unknown or has the wrong type.
+            WrongValue: There is no target, a target is no address, `tls` names something that is not PEM, or
+                a number is out of range.
             OSError: A file named in `tls` cannot be read.
         """
-        chosen = settings(target, stream_from_bytes, retry, tls)
+        chosen = settings(target, timeout_s, stream_from_bytes, retry, tls)
         self.target = chosen.name
         self._timeout_s = timeout_s
         self._transport = AsyncTransport(chosen, self._registry)
@@ -168,9 +171,9 @@ class AsyncClient(AsyncOperators):
             MalformedRequest: An attribute is missing, has the wrong type or is out of range.
             UnsafeLevels: The status would be 0, but a level extends beyond the value tensor; only found if
                 the levels are given as arrays.
-            TypeError: The operator has no parameter of this name, or an operand is neither an array nor a
+            WrongType: The operator has no parameter of this name, or an operand is neither an array nor a
                 `TensorMeta`.
-            ValueError: Unknown product.
+            WrongValue: Unknown product.
             TransportError: The server could not be reached or sent no usable answer.
 
         Example:
@@ -213,7 +216,7 @@ class AsyncClient(AsyncOperators):
             timeout_s: Deadline in seconds; None for the client's default.
 
         Raises:
-            ValueError: Unknown product.
+            WrongValue: Unknown product.
             TransportError: The server could not be reached or sent no usable answer.
 
         Example:
@@ -278,7 +281,7 @@ class AsyncClient(AsyncOperators):
             Results, or with ``on_error="return"`` errors, in the order of the calls.
 
         Raises:
-            ValueError: `concurrency` is below 1, or `on_error` is neither "raise" nor "return".
+            WrongValue: `concurrency` is below 1, or `on_error` is neither "raise" nor "return".
             NpugradError: A call failed and `on_error` is "raise". Any other exception of a call is raised in
                 either case.
 
@@ -293,7 +296,7 @@ class AsyncClient(AsyncOperators):
         async def work() -> None:
             while (taken := batch.take()) is not None:
                 try:
-                    batch.answered(taken[0], await method(**taken[1]))
+                    batch.answered(taken[0], await method(**arguments(taken[1])))
                 except Exception as error:
                     batch.failed(taken[0], error)
 
@@ -344,6 +347,7 @@ class AsyncClient(AsyncOperators):
         progress: bool | str | Callable[[Progress], None] = False,
     ) -> tuple[dict[str, Any], ExecutionInfo]:
         """Sends one call; returns results by output name and what produced them."""
+        note_gradients(record.name, inputs)
         with CallClock(record.name, self._sinks, self._tracing) as clock:
             if _nbytes(inputs) < _IN_A_THREAD_FROM_BYTES:
                 prepared = self._plans.prepare(record, inputs, attrs, out, options)

@@ -24,7 +24,7 @@ from npugrad_client._progress import reported_async
 from npugrad_client._retry import Launch, RetryBudget
 from npugrad_client._rpcs import VERSION, Call, Query, begin, note_too_large
 from npugrad_client._transport import open_channel
-from npugrad_client.errors import Cancelled, NpugradError, translate
+from npugrad_client.errors import Cancelled, ClientUnusable, NpugradError, translate
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Coroutine
@@ -119,8 +119,8 @@ class AsyncTransport:
 
         Raises:
             NpugradError: The server answered with an error or not at all; the message names the target.
-            RuntimeError: The client is closed, or belongs to another running loop.
-            TypeError: `progress` has the wrong type.
+            ClientUnusable: The client is closed, or belongs to another running loop.
+            WrongType: `progress` has the wrong type.
         """
         call = Call(prepared, self._settings, clock)
         if progress:
@@ -137,13 +137,13 @@ class AsyncTransport:
         if home is not None and (home.process, home.loop) == (process, loop):
             return home
         if home is not None and home.process == process and home.loop.is_running():
-            raise RuntimeError(
+            raise ClientUnusable(
                 f"the client for {self._settings.name} is in use by another event loop; make one "
                 "AsyncClient for each loop"
             )
         check_fork()
         if any(other.process != process for other in list(_OPEN)):
-            raise RuntimeError(
+            raise ClientUnusable(
                 "this process was forked while an AsyncClient was open, so gRPC's asynchronous side would "
                 "crash; close the client before the fork, start the process with spawn, "
                 "or use a Client"

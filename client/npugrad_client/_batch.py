@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sized
+from collections.abc import Iterable, Mapping, Sized
 from typing import TYPE_CHECKING, Any, Literal
 
+from npugrad.errors import WrongType, WrongValue
+from npugrad.usage import require_number
 from npugrad_client._arrays import copied
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
     from types import TracebackType
 
 OnError = Literal["raise", "return"]
@@ -23,7 +24,7 @@ class Batch:
 
     def __init__(
         self,
-        calls: Iterable[Mapping[str, Any]],
+        calls: object,
         concurrency: int,
         on_error: OnError,
         progress: bool | str,
@@ -33,13 +34,16 @@ class Batch:
         """Rejects invalid arguments; the calls are not read yet.
 
         Raises:
-            TypeError: `calls` cannot be iterated over.
-            ValueError: `concurrency` is below 1, or `on_error` is neither "raise" nor "return".
+            WrongType: `calls` cannot be iterated over, or `concurrency` is no integer.
+            WrongValue: `concurrency` is below 1, or `on_error` is neither "raise" nor "return".
         """
-        if concurrency < 1:
-            raise ValueError(f"concurrency: found {concurrency}; expected 1 or more")
+        require_number("concurrency", concurrency, "1 or more", lambda number: number >= 1, whole=True)
         if on_error not in ("raise", "return"):
-            raise ValueError(f'on_error: found {on_error!r}; expected "raise" or "return"')
+            raise WrongValue(f'on_error: found {on_error!r}; expected "raise" or "return"')
+        if not isinstance(calls, Iterable) or isinstance(calls, Mapping):
+            raise WrongType(
+                f"calls: found {type(calls).__name__}; expected the keyword arguments of several calls"
+            )
         self._total = len(calls) if isinstance(calls, Sized) else None
         self._calls = iter(calls)
         self._keeps_errors, self._copies = on_error == "return", copy
@@ -70,7 +74,7 @@ class Batch:
                 self._bar.update(self._task, total=self._given)  # now the total is known
             return None
         self._given += 1
-        is_copied = self._copies and isinstance(call, Mapping)  # else the call says what is wrong
+        is_copied = self._copies and isinstance(call, Mapping)  # else `arguments` says what is wrong
         return self._given - 1, copied(call) if is_copied else call
 
     def answered(self, place: int, result: Any) -> None:
@@ -88,6 +92,13 @@ class Batch:
     def results(self) -> list[Any]:
         """All results, in the order of the calls."""
         return [self._results[place] for place in range(self._given)]
+
+
+def arguments(call: object) -> Mapping[str, Any]:
+    """Keyword arguments of a call, which has its error like any other."""
+    if not isinstance(call, Mapping):
+        raise WrongType(f"calls: found {type(call).__name__}; expected the keyword arguments of a call")
+    return call
 
 
 def _bar(progress: bool | str) -> Any:

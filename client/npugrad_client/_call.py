@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from npugrad.errors import MalformedRequest
+from npugrad.errors import MalformedRequest, WrongType
 from npugrad.meta import TensorMeta
 from npugrad.products import Product
 from npugrad.registry import REGISTRY, Registry
@@ -137,7 +137,7 @@ def prepare(
         registry: Registry with its message types.
 
     Raises:
-        TypeError: An operand is not an array, `out` cannot be filled or has an unknown name, or an attribute
+        WrongType: An operand is not an array, `out` cannot be filled or has an unknown name, or an attribute
             is None.
         MalformedRequest: An attribute or option has the wrong type or is out of range.
         OperatorError: The documents do not allow the call on the given product.
@@ -218,7 +218,7 @@ def _declare(
 ) -> tuple[dict[str, TensorMeta | None], dict[str, Array]]:
     """Splits `out` into metas to declare and arrays to fill."""
     if not isinstance(out, Mapping):
-        raise TypeError(
+        raise WrongType(
             f"{record.name}: out: found {type(out).__name__}; expected a mapping of outputs by name"
         )
     declared: dict[str, TensorMeta | None] = {}

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any, SupportsFloat
 from google.protobuf.message_factory import GetMessageClass
 
 from npugrad import codec
-from npugrad.errors import DeadlineExceeded
+from npugrad.errors import ClientUnusable, DeadlineExceeded, WrongType, WrongValue
 from npugrad.frames import encode_frame, frame_decoder
 from npugrad.registry import REGISTRY, Registry
+from npugrad.usage import require_number
 from npugrad.v1 import server_pb2
 from npugrad_client._attempt import Attempt
 from npugrad_client._retry import ONCE, RetryPolicy
@@ -129,20 +130,29 @@ class Settings:
 
 
 def settings(
-    target: str | Sequence[str], stream_from_bytes: int, retry: RetryPolicy | None, tls: Tls | bool | None
+    target: str | Sequence[str],
+    timeout_s: float | None,
+    stream_from_bytes: int,
+    retry: RetryPolicy | None,
+    tls: Tls | bool | None,
 ) -> Settings:
     """Makes the settings from the arguments of a client.
 
     Raises:
-        TypeError: A target is not a string, or `retry` or `tls` has the wrong type.
-        ValueError: There is no target, a target is no address, or `tls` names something that is not PEM.
+        WrongType: A target is not a string, or another argument has the wrong type.
+        WrongValue: There is no target, a target is no address, `tls` names something that is not PEM, or a
+            number is out of range.
         OSError: A file named in `tls` cannot be read.
     """
+    require_timeout(timeout_s)
+    require_number(
+        "stream_from_bytes", stream_from_bytes, "0 bytes or more", lambda given: given >= 0, whole=True
+    )
     targets = (complete_target(target),) if isinstance(target, str) else _listed(target)
     if retry is not None and not isinstance(retry, RetryPolicy):
-        raise TypeError(f"retry: found {type(retry).__name__}; expected RetryPolicy or None")
+        raise WrongType(f"retry: found {type(retry).__name__}; expected RetryPolicy or None")
     if tls is not None and not isinstance(tls, (bool, Tls)):
-        raise TypeError(f"tls: found {type(tls).__name__}; expected Tls, True or None")
+        raise WrongType(f"tls: found {type(tls).__name__}; expected Tls, True or None")
     chosen = Tls() if tls is True else (tls or None)
     return Settings(
         targets=targets,
@@ -157,7 +167,7 @@ def _listed(target: Iterable[str]) -> tuple[str, ...]:
         complete_target(target)  # raises
     targets = tuple(dict.fromkeys(complete_target(one) for one in target))
     if not targets:
-        raise ValueError("target: found no targets; expected at least one")
+        raise WrongValue("target: found no targets; expected at least one")
     return targets
 
 
@@ -261,13 +271,13 @@ def _has(network: str, host: str) -> bool:
 
 
 def check_fork() -> None:
-    """Raises RuntimeError in a forked process if grpc's fork support is switched off.
+    """Raises ClientUnusable in a forked process if grpc's fork support is switched off.
 
     Since 1.67, grpc's own state survives a fork if it is on. Connections do not, so each process opens its
     own.
     """
     if os.getpid() != _IMPORTED_BY and os.environ.get("GRPC_ENABLE_FORK_SUPPORT", "1").lower() in _FALSE:
-        raise RuntimeError(
+        raise ClientUnusable(
             "this process was forked with GRPC_ENABLE_FORK_SUPPORT=0 in the environment, so gRPC would "
             "hang; unset the variable, or start the process with spawn"
         )
@@ -282,14 +292,25 @@ def grpc_timeout(timeout_s: float | None, what: str) -> float | None:
     if timeout_s is None:
         return None
     if not isinstance(timeout_s, (float, int, SupportsFloat)):
-        raise TypeError(f"{what}: timeout_s: found {type(timeout_s).__name__}; expected seconds or None")
+        raise WrongType(f"{what}: timeout_s: found {type(timeout_s).__name__}; expected seconds or None")
     if math.isnan(timeout_s):
-        raise ValueError(f"{what}: timeout_s: found nan; expected seconds or None")
+        raise WrongValue(f"{what}: timeout_s: found nan; expected seconds or None")
     if timeout_s <= 0:
         raise DeadlineExceeded(f"{what}: the deadline of {timeout_s:g} s has already passed")
     return None if timeout_s >= _ENDLESS_S else timeout_s
 
 
-def closed(target: str) -> RuntimeError:
+def require_timeout(timeout_s: object) -> None:
+    """Refuses a deadline that no call can meet, before there is one.
+
+    Raises:
+        WrongType: It is neither a number nor None.
+        WrongValue: It is not above 0.
+    """
+    if timeout_s is not None:
+        require_number("timeout_s", timeout_s, "seconds above 0, or None", lambda given: given > 0)
+
+
+def closed(target: str) -> ClientUnusable:
     """The error of a call after close()."""
-    return RuntimeError(f"the client for {target} is closed")
+    return ClientUnusable(f"the client for {target} is closed; make a new one")

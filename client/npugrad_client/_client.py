@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
+from npugrad.errors import WrongType
 from npugrad.registry import REGISTRY
+from npugrad.usage import reports_usage, require_number
 from npugrad_client import _info
 from npugrad_client._batch import Batch, OnError
 from npugrad_client._call import finish
@@ -18,6 +20,7 @@ from npugrad_client._profile import profiling
 from npugrad_client._retry import RETRY
 from npugrad_client._targets import target_repr
 from npugrad_client._transport import Transport
+from npugrad_client._warnings import note_gradients
 
 if TYPE_CHECKING:
     import os
@@ -42,6 +45,7 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 
 
+@reports_usage
 class Client(Operators):
     """Client of an npugrad server, or of several that share the load.
 
@@ -98,14 +102,13 @@ class Client(Operators):
 
         Raises:
             ImportError: `tracing` is set, but OpenTelemetry is not installed (extra ``otel``).
-            TypeError: A target is not a string, or `retry`, `tls` or `tracing` has the wrong type.
-            ValueError: There is no target, a target is no address, `tls` names something that is not PEM,
-                or `threads` is below 1.
+            WrongType: An argument is unknown or has the wrong type.
+            WrongValue: There is no target, a target is no address, `tls` names something that is not PEM,
+                or a number is out of range.
             OSError: A file named in `tls` cannot be read.
         """
-        if threads < 1:
-            raise ValueError(f"threads: found {threads}; expected 1 or more")
-        self._open(settings(target, stream_from_bytes, retry, tls), timeout_s, threads, tracing)
+        require_number("threads", threads, "1 or more", lambda number: number >= 1, whole=True)
+        self._open(settings(target, timeout_s, stream_from_bytes, retry, tls), timeout_s, threads, tracing)
 
     def _open(
         self, chosen: Settings, timeout_s: float | None, threads: int, tracing: bool | TracerProvider
@@ -122,7 +125,7 @@ class Client(Operators):
     def __getstate__(self) -> tuple[Settings, float | None, int, bool | TracerProvider]:
         """Pickles the settings a copy is opened with, the private key included."""
         if not isinstance(self._state[-1], bool):
-            raise TypeError(
+            raise WrongType(
                 "tracing: a TracerProvider cannot be pickled; use tracing=True, the global provider of "
                 "each process"
             )
@@ -189,9 +192,9 @@ class Client(Operators):
             MalformedRequest: An attribute is missing, has the wrong type or is out of range.
             UnsafeLevels: The status would be 0, but a level extends beyond the value tensor; only found if
                 the levels are given as arrays.
-            TypeError: The operator has no parameter of this name, or an operand is neither an array nor a
+            WrongType: The operator has no parameter of this name, or an operand is neither an array nor a
                 `TensorMeta`.
-            ValueError: Unknown product.
+            WrongValue: Unknown product.
             TransportError: The server could not be reached or sent no usable answer.
 
         Example:
@@ -234,7 +237,7 @@ class Client(Operators):
             timeout_s: Deadline in seconds; None for the client's default.
 
         Raises:
-            ValueError: Unknown product.
+            WrongValue: Unknown product.
             TransportError: The server could not be reached or sent no usable answer.
 
         Example:
@@ -299,7 +302,7 @@ class Client(Operators):
             Results, or with ``on_error="return"`` errors, in the order of the calls.
 
         Raises:
-            ValueError: `concurrency` is below 1, or `on_error` is neither "raise" nor "return".
+            WrongValue: `concurrency` is below 1, or `on_error` is neither "raise" nor "return".
             NpugradError: A call failed and `on_error` is "raise". Any other exception of a call is raised in
                 either case.
 
@@ -370,6 +373,7 @@ class Client(Operators):
 
         If a product is given, calls it does not accept are rejected here with the documented error.
         """
+        note_gradients(record.name, inputs)
         with CallClock(record.name, self._sinks, self._tracing) as clock:
             prepared = self._plans.prepare(record, inputs, attrs, out, options, product)
             clock.packed_s, clock.prepared = time.monotonic(), prepared

@@ -140,7 +140,7 @@ def tracing_by(provider: bool | TracerProvider) -> Tracing | None:
 
     Raises:
         ImportError: OpenTelemetry is not installed.
-        TypeError: It is not a tracer provider.
+        WrongType: It is not a tracer provider.
     """
     if provider is False:
         return None

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from npugrad.representation import short_repr
+
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping
 
@@ -67,6 +69,8 @@ class CostRow:
         >>> row.sent * (row.local_s - row.sent_s)
         -3.0
     """
+
+    __repr__ = short_repr
 
     operator: str
     kind: str

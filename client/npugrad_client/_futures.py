@@ -7,7 +7,8 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextvars import copy_context
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from npugrad_client._arrays import copied
+from npugrad_client._arrays import copied, keeping_grad_mode
+from npugrad_client._batch import arguments
 from npugrad_client._channels import closed
 from npugrad_client._generated_ops import FutureOperators
 from npugrad_client._transport import Flight
@@ -63,7 +64,7 @@ class Threads:
         future: CallFuture[T] = CallFuture()
         if self._is_closed:
             raise closed(self._transport.name)
-        inner = self._pool().submit(copy_context().run, self._work, future, call)
+        inner = self._pool().submit(copy_context().run, self._work, future, keeping_grad_mode(call))
         inner.add_done_callback(lambda ended: _give_up(future) if ended.cancelled() else None)
         return future
 
@@ -107,8 +108,8 @@ class Submit(FutureOperators):
     """The methods of the client, each returning a future immediately.
 
     At most `Client(threads=...)` calls are in flight; others wait for a thread. Cancelling a future cancels
-    its call, and closing the client cancels all of them. A call sees the context variables of the code that
-    starts it.
+    its call, and closing the client cancels all of them. A call sees the context variables and
+    PyTorch's gradient mode of the code that starts it.
 
     Operands must not change before the future is done: a call reads them when its thread is free, and again
     at each try. Else its result may be that of later values, without an error. With ``copy=True`` the method
@@ -167,5 +168,5 @@ def run_batch(batch: Batch, method: Callable[..., T], threads: Threads, concurre
             future.cancel()
 
 
-def _start(threads: Threads, method: Callable[..., T], arguments: Any) -> CallFuture[T]:
-    return threads.start(lambda: method(**arguments))
+def _start(threads: Threads, method: Callable[..., T], call: Any) -> CallFuture[T]:
+    return threads.start(lambda: method(**arguments(call)))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Generic
 from npugrad.call import CallOptions, ExecutionInfo
 from npugrad.meta import TensorMeta
 from npugrad.ops import OPERATORS
+from npugrad.usage import reports_usage
 from npugrad_client._arrays import ArrayLike, Operand
 from npugrad_client._call_results import CallResults
 
@@ -140,6 +141,7 @@ class GridSampler3DBackwardResult(CallResults, Generic[Array]):
     info: ExecutionInfo
 
 
+@reports_usage
 class Operators(ABC):
     """The operators as methods; clients implement `_run`."""
 
@@ -221,7 +223,7 @@ class Operators(ABC):
             OperatorError: The device does not support `deterministic` for this call.
             DeviceError: The device failed, or `verify` found a wrong result.
             TransportError: Connection, deadline, overload or shutdown; see `.retryable`.
-            TypeError: An operand is not an array, `out` has an unknown name, or an attribute is None.
+            WrongType: An argument is unknown or missing, an operand no array, or an attribute None.
 
         Example:
             >>> rng = np.random.default_rng(0)
@@ -318,7 +320,7 @@ class Operators(ABC):
             OperatorError: The device does not support `deterministic` for this call.
             DeviceError: The device failed, or `verify` found a wrong result.
             TransportError: Connection, deadline, overload or shutdown; see `.retryable`.
-            TypeError: An operand is not an array, `out` has an unknown name, or an attribute is None.
+            WrongType: An argument is unknown or missing, an operand no array, or an attribute None.
 
         Example:
             >>> rng = np.random.default_rng(0)
@@ -416,7 +418,7 @@ class Operators(ABC):
             OperatorError: The device does not support `deterministic` for this call.
             DeviceError: The device failed, or `verify` found a wrong result.
             TransportError: Connection, deadline, overload or shutdown; see `.retryable`.
-            TypeError: An operand is not an array, `out` has an unknown name, or an attribute is None.
+            WrongType: An argument is unknown or missing, an operand no array, or an attribute None.
 
         Example:
             >>> rng = np.random.default_rng(0)
@@ -519,7 +521,7 @@ class Operators(ABC):
             OperatorError: The device does not support `deterministic` for this call.
             DeviceError: The device failed, or `verify` found a wrong result.
             TransportError: Connection, deadline, overload or shutdown; see `.retryable`.
-            TypeError: An operand is not an array, `out` has an unknown name, or an attribute is None.
+            WrongType: An argument is unknown or missing, an operand no array, or an attribute None.
 
         Example:
             >>> rng = np.random.default_rng(0)
@@ -625,7 +627,7 @@ class Operators(ABC):
             OperatorError: The device does not support `deterministic` for this call.
             DeviceError: The device failed, or `verify` found a wrong result.
             TransportError: Connection, deadline, overload or shutdown; see `.retryable`.
-            TypeError: An operand is not an array, `out` has an unknown name, or an attribute is None.
+            WrongType: An argument is unknown or missing, an operand no array, or an attribute None.
 
         Example:
             >>> rng = np.random.default_rng(0)
@@ -723,7 +725,7 @@ class Operators(ABC):
             OperatorError: The device does not support `deterministic` for this call.
             DeviceError: The device failed, or `verify` found a wrong result.
             TransportError: Connection, deadline, overload or shutdown; see `.retryable`.
-            TypeError: An operand is not an array, `out` has an unknown name, or an attribute is None.
+            WrongType: An argument is unknown or missing, an operand no array, or an attribute None.
 
         Example:
             >>> rng = np.random.default_rng(0)
@@ -753,6 +755,7 @@ class Operators(ABC):
         return GridSampler3DBackwardResult(**results, info=info)
 
 
+@reports_usage
 class AsyncOperators(ABC):
     """The operators as coroutines; clients implement `_run`."""
 
@@ -834,7 +837,7 @@ class AsyncOperators(ABC):
             OperatorError: The device does not support `deterministic` for this call.
             DeviceError: The device failed, or `verify` found a wrong result.
             TransportError: Connection, deadline, overload or shutdown; see `.retryable`.
-            TypeError: An operand is not an array, `out` has an unknown name, or an attribute is None.
+            WrongType: An argument is unknown or missing, an operand no array, or an attribute None.
 
         Example:
             >>> grads = await client.multi_scale_deformable_attention_grad(**call)
@@ -924,7 +927,7 @@ class AsyncOperators(ABC):
             OperatorError: The device does not support `deterministic` for this call.
             DeviceError: The device failed, or `verify` found a wrong result.
             TransportError: Connection, deadline, overload or shutdown; see `.retryable`.
-            TypeError: An operand is not an array, `out` has an unknown name, or an attribute is None.
+            WrongType: An argument is unknown or missing, an operand no array, or an attribute None.
 
         Example:
             >>> grads = await client.grid_sampler_2d_backward(**call)
@@ -1016,7 +1019,7 @@ class AsyncOperators(ABC):
             OperatorError: The device does not support `deterministic` for this call.
             DeviceError: The device failed, or `verify` found a wrong result.
             TransportError: Connection, deadline, overload or shutdown; see `.retryable`.
-            TypeError: An operand is not an array, `out` has an unknown name, or an attribute is None.
+            WrongType: An argument is unknown or missing, an operand no array, or an attribute None.
 
         Example:
             >>> grads = await client.group_norm_backward(**call)
@@ -1112,7 +1115,7 @@ class AsyncOperators(ABC):
             OperatorError: The device does not support `deterministic` for this call.
             DeviceError: The device failed, or `verify` found a wrong result.
             TransportError: Connection, deadline, overload or shutdown; see `.retryable`.
-            TypeError: An operand is not an array, `out` has an unknown name, or an attribute is None.
+            WrongType: An argument is unknown or missing, an operand no array, or an attribute None.
 
         Example:
             >>> grads = await client.fused_floyd_attention_grad(**call)
@@ -1207,7 +1210,7 @@ class AsyncOperators(ABC):
             OperatorError: The device does not support `deterministic` for this call.
             DeviceError: The device failed, or `verify` found a wrong result.
             TransportError: Connection, deadline, overload or shutdown; see `.retryable`.
-            TypeError: An operand is not an array, `out` has an unknown name, or an attribute is None.
+            WrongType: An argument is unknown or missing, an operand no array, or an attribute None.
 
         Example:
             >>> grads = await client.layer_norm_backward(**call)
@@ -1297,7 +1300,7 @@ class AsyncOperators(ABC):
             OperatorError: The device does not support `deterministic` for this call.
             DeviceError: The device failed, or `verify` found a wrong result.
             TransportError: Connection, deadline, overload or shutdown; see `.retryable`.
-            TypeError: An operand is not an array, `out` has an unknown name, or an attribute is None.
+            WrongType: An argument is unknown or missing, an operand no array, or an attribute None.
 
         Example:
             >>> grads = await client.grid_sampler_3d_backward(**call)
@@ -1321,6 +1324,7 @@ class AsyncOperators(ABC):
         return GridSampler3DBackwardResult(**results, info=info)
 
 
+@reports_usage
 class FutureOperators(ABC):
     """The operators as methods that return a future immediately; clients implement `_start`."""
 

@@ -14,7 +14,7 @@ from npugrad.ops import get_operator
 from npugrad.products import Product, product_from_name, product_from_wire
 from npugrad.recipe import Recipe
 from npugrad.registry import REGISTRY, Registry
-from npugrad.representation import counted, html_table, in_lines, make_printable, some
+from npugrad.representation import Shown, counted, html_table, in_lines, make_printable, some
 from npugrad.v1 import server_pb2
 from npugrad.validation import make_call, validate_call
 from npugrad_client import _arrays
@@ -41,8 +41,8 @@ _SHOWN = (
 SERVER_INFO_REQUEST = server_pb2.GetServerInfoRequest()
 
 
-@dataclass(frozen=True)
-class DeviceInfo:
+@dataclass(frozen=True, repr=False)
+class DeviceInfo(Shown):
     """One device of a server.
 
     Example:
@@ -68,8 +68,8 @@ class DeviceInfo:
     reason: str
 
 
-@dataclass(frozen=True)
-class ServerLimits:
+@dataclass(frozen=True, repr=False)
+class ServerLimits(Shown):
     """Limits of a server in bytes, except `max_queue_depth`, which is a number of calls.
 
     Example:
@@ -159,8 +159,8 @@ class ServerInfo:
         )
 
 
-@dataclass(frozen=True)
-class ParameterInfo:
+@dataclass(frozen=True, repr=False)
+class ParameterInfo(Shown):
     """One parameter of an operator, as a server describes it.
 
     Example:
@@ -186,8 +186,8 @@ class ParameterInfo:
     optional: bool
 
 
-@dataclass(frozen=True)
-class ConstraintInfo:
+@dataclass(frozen=True, repr=False)
+class ConstraintInfo(Shown):
     """One constraint of an operator.
 
     Example:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from npugrad.errors import WrongType
 from npugrad.meta import TensorMeta
 from npugrad.ops import get_operator
 from npugrad.products import Product
@@ -27,10 +28,10 @@ def require_client(name: str, client: object) -> None:
     """Rejects anything but a client, while the caller's line is on top of the traceback.
 
     Raises:
-        TypeError: It is something else, such as an address or an `AsyncClient`, which backward cannot await.
+        WrongType: It is something else, such as an address or an `AsyncClient`, which backward cannot await.
     """
     if not isinstance(client, Client):
-        raise TypeError(f"{name}: client: found {type(client).__name__}; expected a Client")
+        raise WrongType(f"{name}: client: found {type(client).__name__}; expected a Client")
 
 
 def require_legal(

@@ -6,11 +6,8 @@ is independent of the framework: it gets a `BackwardCall` and a function that co
 
 from __future__ import annotations
 
-import os
-import sys
 import threading
 import time
-import warnings
 import weakref
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypedDict, TypeVar, cast
@@ -19,10 +16,13 @@ from npugrad.call import CallOptions
 from npugrad.meta import TensorMeta
 from npugrad.ops import get_operator
 from npugrad.representation import in_lines
+from npugrad.usage import reports_usage, require_number
 from npugrad_client import _arrays
+from npugrad_client._channels import require_timeout
 from npugrad_client._costs import FASTER_HERE, MEASURED_HERE, Costs, describe, kind_of
 from npugrad_client._legality import require_legal
 from npugrad_client._summary import FAILED, Ledger, Summary
+from npugrad_client._warnings import warn_caller
 from npugrad_client.errors import (
     InvalidOperand,
     NpugradError,
@@ -30,6 +30,9 @@ from npugrad_client.errors import (
     OperatorError,
     TilingError,
     UnsupportedOperator,
+    UsageError,
+    WrongType,
+    WrongValue,
 )
 
 if TYPE_CHECKING:
@@ -51,8 +54,6 @@ Example:
     >>> mode = remote(client, min_bytes=4 * MIN_BYTES)
 """
 _REFUSED = (NullOperand, InvalidOperand, TilingError, UnsupportedOperator)
-_FRAMEWORKS = ("npugrad_client", "torch", "jax", "jaxlib")
-"""Packages whose frames are skipped to find the caller's line for a warning."""
 _REFUSALS = ("warn", "local", "raise")
 _ERRORS = ("raise", "local")
 _POLICIES = ("always", "faster")
@@ -88,6 +89,7 @@ class Options(TypedDict, total=False):
     verify: bool
 
 
+@reports_usage
 class Policies:
     """What to do with calls that are small, rejected or fail; also counts what ran where.
 
@@ -109,7 +111,7 @@ class Policies:
             measured on the first calls of each kind. ``"faster"`` is not available in JAX.
 
     Raises:
-        ValueError: Unknown policy, or negative `min_bytes`.
+        WrongValue: Unknown policy, or negative `min_bytes`.
 
     Example:
         >>> policies = Policies(on_refused="warn", on_error="local")
@@ -156,17 +158,17 @@ def require_policies(
     """Rejects unknown policies.
 
     Raises:
-        ValueError: Unknown policy, or negative `min_bytes`.
+        WrongType: `min_bytes` is no number.
+        WrongValue: Unknown policy, or negative `min_bytes`.
     """
-    if min_bytes < 0:
-        raise ValueError(f"{owner}: min_bytes: found {min_bytes}; expected 0 or more")
+    require_number(f"{owner}: min_bytes", min_bytes, "0 or more", lambda nbytes: nbytes >= 0)
     for name, value, known in (
         ("on_refused", on_refused, _REFUSALS),
         ("on_error", on_error, _ERRORS),
         ("policy", policy, _POLICIES),
     ):
         if value not in known:
-            raise ValueError(f"{owner}: {name}: found {value!r}; expected {' or '.join(map(repr, known))}")
+            raise WrongValue(f"{owner}: {name}: found {value!r}; expected {' or '.join(map(repr, known))}")
 
 
 STRICT = Policies(on_refused="raise")
@@ -180,7 +182,17 @@ class PolicyEngine:
     """
 
     def __init__(self, client: Client, options: Options, policies: Policies) -> None:
-        """Creates an engine for calls by this client, with these options."""
+        """Creates an engine for calls by this client, with these options.
+
+        Raises:
+            UsageError: `policies` is something else, or an option is not allowed.
+        """
+        if not isinstance(policies, Policies):
+            raise WrongType(f"policies: found {type(policies).__name__}; expected Policies or None")
+        given = {name: value for name, value in options.items() if name != "timeout_s"}
+        if problem := CallOptions(**cast("Any", given)).problem():
+            raise WrongValue(": ".join(problem))
+        require_timeout(options.get("timeout_s"))
         self._client = client
         self._options = options
         self._policies = policies
@@ -264,7 +276,7 @@ class PolicyEngine:
         odd = request.odd
         if odd is not None:
             found = f"{request.operator}: {odd}; expected a dense array in CPU memory"
-            return self._refused(request, TypeError(found), f"{_ODD}: {odd}", _ODD), 0
+            return self._refused(request, WrongType(found), f"{_ODD}: {odd}", _ODD), 0
         nbytes = request.nbytes
         if nbytes < self._policies.min_bytes:
             return _SMALL, nbytes
@@ -282,6 +294,8 @@ class PolicyEngine:
                 require_legal(request.operator, known, request.attrs, server.product)
                 return None, self._lacking(request, f"its version is {server.version}")
             found, info = self._run_legal(request, operands, None if server is None else server.product)
+        except UsageError:
+            raise
         except NpugradError as error:
             return None, self._failed(request, error)
         return (request.give_back(found), info.timeline), ""
@@ -311,7 +325,7 @@ class PolicyEngine:
         given = dict(self._options)
         timeout_s = cast("float | None", given.pop("timeout_s", None))
         record, options = get_operator(request.operator), CallOptions(**cast("Any", given))
-        inputs = {param.name: operands.get(param.name) for param in record.inputs}
+        inputs = {param.name: _arrays.detached(operands.get(param.name)) for param in record.inputs}
         return self._client._run(record, inputs, request.attrs, None, options, timeout_s, product)
 
     def _ask_server(self) -> ServerInfo:
@@ -338,7 +352,7 @@ class PolicyEngine:
 
     def tell(self, kind: str, text: str) -> None:
         """Warns once per kind."""
-        self._ledger.once(kind, lambda: _warn_caller(text))
+        self._ledger.once(kind, lambda: warn_caller(text, RemoteWarning))
 
 
 class Deciding(threading.local):
@@ -376,20 +390,6 @@ def _metas(operator: str, operands: Mapping[str, Any]) -> dict[str, TensorMeta |
         for name, operand in operands.items()
     }
     return {n: None if array is None else TensorMeta(array.dtype, array.shape) for n, array in arrays.items()}
-
-
-def _warn_caller(text: str) -> None:
-    """Warns at the caller's line, that of `backward()`, skipping the frames of frameworks and of npugrad."""
-    known = (sys.modules.get(name) for name in _FRAMEWORKS)
-    folders = tuple(package.__path__[0] + os.sep for package in known if package is not None)
-    frame = sys._getframe()
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(folders):
-        frame = frame.f_back
-    names = frame.f_globals
-    registry = names.setdefault("__warningregistry__", {})
-    warnings.warn_explicit(
-        text, RemoteWarning, frame.f_code.co_filename, frame.f_lineno, names.get("__name__"), registry
-    )
 
 
 def _kind(error: OperatorError) -> str:

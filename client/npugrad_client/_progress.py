@@ -13,6 +13,9 @@ from contextvars import copy_context
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, get_args
 
+from npugrad.errors import WrongType
+from npugrad.representation import short_repr
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator
     from contextlib import AbstractContextManager
@@ -55,6 +58,8 @@ class Progress:
         try_number: Number of the try, from 1. Counts start again with each try; of several tries in flight,
             the most advanced is reported.
     """
+
+    __repr__ = short_repr
 
     stage: ProgressStage
     sent_bytes: int = 0
@@ -132,7 +137,7 @@ def _listener(progress: Any, operator: str) -> AbstractContextManager[Tell | Non
         return nullcontext(cast("Tell", progress))
     if not isinstance(progress, (bool, str)):
         found = type(progress).__name__
-        raise TypeError(f"{operator}: progress: found {found}; expected a bool, a title or a callable")
+        raise WrongType(f"{operator}: progress: found {found}; expected a bool, a title or a callable")
     from npugrad_client._progress_bar import bar  # here, because most calls need none
 
     return bar(progress if isinstance(progress, str) else operator)
@@ -148,7 +153,7 @@ def reported(call: Call, progress: Any, cancel: Callable[[], Any]) -> Iterator[N
         cancel: Cancels the call, from any thread.
 
     Raises:
-        TypeError: `progress` has the wrong type.
+        WrongType: `progress` has the wrong type.
         BaseException: The callable's exception, instead of the error of the call cancelled because of it.
     """
     with _listener(progress, call.what) as tell:

@@ -21,6 +21,8 @@ from npugrad.errors import (
     ServerDraining,
     TransportError,
 )
+from npugrad.representation import short_repr
+from npugrad.usage import reports_usage, require_number
 
 if TYPE_CHECKING:
     from npugrad_client._picker import Picker
@@ -36,6 +38,7 @@ _MOST_DOUBLINGS = 60
 """Limit on doublings of a wait, which reaches its maximum long before; floats overflow at 1024."""
 
 
+@reports_usage
 @dataclass(frozen=True)
 class RetryPolicy:
     """Policy for retries: when, how often, and for how long.
@@ -80,6 +83,8 @@ class RetryPolicy:
             this fraction to the load of an overloaded server.
     """
 
+    __repr__ = short_repr
+
     max_tries: int = 4
     retry_for_s: float = 30.0
     reach_for_s: float | None = None
@@ -93,16 +98,21 @@ class RetryPolicy:
 
     def __post_init__(self) -> None:
         """Rejects invalid values."""
-        for name, least in (("max_tries", 1), ("budget", 0), ("budget_refill", 0)):
-            if not getattr(self, name) >= least:
-                raise ValueError(f"{name}: found {getattr(self, name)}; expected {least} or more")
-        waits = ("initial_backoff_s", "max_backoff_s", "max_retry_after_s", "hedge_after_s")
-        for name in ("retry_for_s", "reach_for_s", *waits):
-            value = getattr(self, name)
-            if value is not None and not value >= 0:
-                raise ValueError(f"{name}: found {value}; expected seconds, 0 or more")
-        if self.try_timeout_s is not None and not self.try_timeout_s > 0:
-            raise ValueError(f"try_timeout_s: found {self.try_timeout_s}; expected seconds above 0, or None")
+        require_number("max_tries", self.max_tries, "1 or more", lambda tries: tries >= 1, whole=True)
+        for name in ("budget", "budget_refill"):
+            require_number(name, getattr(self, name), "0 or more", _is_positive_or_0)
+        for name in ("retry_for_s", "initial_backoff_s", "max_backoff_s", "max_retry_after_s"):
+            require_number(name, getattr(self, name), "seconds, 0 or more", _is_positive_or_0)
+        for name in ("hedge_after_s", "reach_for_s"):
+            if (limit_s := getattr(self, name)) is not None:
+                require_number(name, limit_s, "seconds, 0 or more, or None", _is_positive_or_0)
+        if self.try_timeout_s is not None:
+            expected = "seconds above 0, or None"
+            require_number("try_timeout_s", self.try_timeout_s, expected, lambda limit_s: limit_s > 0)
+
+
+def _is_positive_or_0(number: float) -> bool:
+    return number >= 0
 
 
 RETRY = RetryPolicy()

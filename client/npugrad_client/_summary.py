@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import TYPE_CHECKING
 
-from npugrad.representation import counted, html_table, some
+from npugrad.representation import counted, html_table, short_repr, some
 from npugrad.timeline import SERVER_STAGES
 
 if TYPE_CHECKING:
@@ -53,6 +53,8 @@ class SummaryRow:
         >>> row.bytes // row.calls
         524288
     """
+
+    __repr__ = short_repr
 
     operator: str
     is_sent: bool
@@ -217,12 +219,12 @@ def _costs_sentences(summary: Summary) -> list[str]:
 
 def _cost_cells(row: CostRow) -> tuple[str, ...]:
     sent, local = (_ms(seconds) for seconds in (row.sent_s, row.local_s))
-    won = "?" if row.won_s is None else f"{row.won_s:.3f}"
+    won = "-" if row.won_s is None else f"{row.won_s:.3f}"
     return (row.operator, row.kind, str(row.sent), sent, str(row.local), local, won if row.sent else "-")
 
 
 def _ms(seconds: float | None) -> str:
-    return "?" if seconds is None else f"{seconds * 1e3:.1f}"
+    return "-" if seconds is None else f"{seconds * 1e3:.1f}"
 
 
 def _is_shown(stage: str, row: SummaryRow) -> bool:

@@ -7,6 +7,7 @@ import re
 import sys
 from urllib.parse import unquote_to_bytes
 
+from npugrad.errors import WrongType, WrongValue
 from npugrad.representation import some
 
 DEFAULT_PORT = 50051
@@ -38,13 +39,13 @@ def complete_target(target: object) -> str:
     Targets of schemes that name no hosts, such as ``unix:`` and ``xds:``, stay as they are.
 
     Raises:
-        TypeError: It is not a string.
+        WrongType: It is not a string.
         ValueError: It is empty, a URL or no address, or gRPC would connect to another port or path.
     """
     if not isinstance(target, str):
-        raise TypeError(f"target: found {type(target).__name__}; expected text such as 'localhost:50051'")
+        raise WrongType(f"target: found {type(target).__name__}; expected text such as 'localhost:50051'")
     if not target:
-        raise ValueError(f"target: found empty text; {_EXPECTED}")
+        raise WrongValue(f"target: found empty text; {_EXPECTED}")
     _refuse_url(target)
     if unix := _UNIX.fullmatch(target):
         _check_path(target, unquote_to_bytes(unix["path"]))
@@ -58,9 +59,9 @@ def complete_target(target: object) -> str:
 
 def _check_path(target: str, path: bytes) -> None:
     if b"\0" in path:
-        raise ValueError(f"target: found a null byte in {target!r}; expected a socket path without")
+        raise WrongValue(f"target: found a null byte in {target!r}; expected a socket path without")
     if not 1 <= len(path) <= _UNIX_PATH_BYTES:
-        raise ValueError(
+        raise WrongValue(
             f"target: found a socket path of {len(path)} bytes in {target!r}; expected 1 to "
             f"{_UNIX_PATH_BYTES}"
         )
@@ -71,12 +72,12 @@ def _with_port(target: str, host: str) -> str:
         host = f"[{host}]"
     match = _HOST.fullmatch(host)
     if match is None:
-        raise ValueError(f"target: found {target!r}; {_EXPECTED}")
+        raise WrongValue(f"target: found {target!r}; {_EXPECTED}")
     port = match["port"]
     if port is None:
         return f"{host}:{DEFAULT_PORT}"
     if not _PORT.fullmatch(port) or int(port) > 65535:
-        raise ValueError(f"target: found port {port!r} in {target!r}; expected 1 to 65535")
+        raise WrongValue(f"target: found port {port!r} in {target!r}; expected 1 to 65535")
     return host
 
 
@@ -93,7 +94,7 @@ def _refuse_url(target: str) -> None:
         return
     instead = complete_target(match["rest"]) if match["rest"] else f"localhost:{DEFAULT_PORT}"
     encrypted = " and tls=True (--tls)" if match["scheme"].lower() in _ENCRYPTED else ""
-    raise ValueError(
+    raise WrongValue(
         f"target: found the URL {target!r}; expected host:port without {match['scheme']}://, such as "
         f"{instead!r}{encrypted}"
     )

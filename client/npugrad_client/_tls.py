@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from npugrad.errors import WrongType, WrongValue
+from npugrad.usage import reports_usage
+
 Pem: TypeAlias = "bytes | str | os.PathLike[str]"
 """PEM text as bytes, or the path of a file with it."""
 PemParts: TypeAlias = "tuple[bytes | None, bytes | None, bytes | None]"
@@ -20,6 +23,7 @@ LEFT_ALONE_S = 2.0
 """How long a file must be unchanged to count as complete; short enough for files that change every second."""
 
 
+@reports_usage
 @dataclass(frozen=True)
 class Tls:
     """TLS settings of a client: whom it trusts and, for mutual TLS, its own certificate.
@@ -47,10 +51,18 @@ class Tls:
     server_name: str | None = None
 
     def __post_init__(self) -> None:
-        """Rejects a certificate without a key, and the reverse."""
+        """Rejects parts of the wrong type, a certificate without a key, and the reverse."""
+        for name in ("ca", "certificate", "key"):
+            if not isinstance(getattr(self, name), (bytes, str, os.PathLike, type(None))):
+                found = type(getattr(self, name)).__name__
+                raise WrongType(f"Tls: {name}: found {found}; expected a path, or PEM as bytes")
+        if not isinstance(self.server_name, (str, type(None))):
+            raise WrongType(
+                f"Tls: server_name: found {type(self.server_name).__name__}; expected text or None"
+            )
         if (self.certificate is None) != (self.key is None):
             found, lacking = ("key", "certificate") if self.certificate is None else ("certificate", "key")
-            raise ValueError(f"tls: a {found} needs a {lacking}")
+            raise WrongValue(f"tls: a {found} needs a {lacking}")
 
     def __repr__(self) -> str:
         """Shows which parts are set, never a key."""
@@ -162,7 +174,7 @@ def _pem(name: str, value: Pem | None) -> bytes | None:
     data = value if isinstance(value, bytes) else Path(value).read_bytes()
     if b"-----BEGIN " not in data:
         where = "" if isinstance(value, bytes) else f" in {os.fspath(value)}"
-        raise ValueError(f"tls: {name}: no PEM block (-----BEGIN ...){where}")
+        raise WrongValue(f"tls: {name}: no PEM block (-----BEGIN ...){where}")
     return data
 
 

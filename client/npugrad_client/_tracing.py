@@ -16,6 +16,7 @@ from opentelemetry.trace import SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 import npugrad
+from npugrad.errors import WrongType
 from npugrad_client._targets import ADDRESS
 
 if TYPE_CHECKING:
@@ -38,10 +39,10 @@ class Tracing:
         """Uses a provider for the spans; the global one if None.
 
         Raises:
-            TypeError: It is not a tracer provider.
+            WrongType: It is not a tracer provider.
         """
         if not isinstance(provider, (trace.TracerProvider, type(None))):
-            raise TypeError(f"tracing: found {type(provider).__name__}; expected a TracerProvider or a bool")
+            raise WrongType(f"tracing: found {type(provider).__name__}; expected a TracerProvider or a bool")
         self._tracer = trace.get_tracer("npugrad_client", npugrad.__version__, provider)
 
     def begin(self, operator: str, begun_s: float) -> CallTrace:

@@ -217,8 +217,8 @@ class Transport:
 
         Raises:
             NpugradError: The server answered with an error or not at all; the message names the target.
-            RuntimeError: The client is closed.
-            TypeError: `progress` has the wrong type.
+            ClientUnusable: The client is closed.
+            WrongType: `progress` has the wrong type.
         """
         call = Call(prepared, self._settings, clock)
         if progress:

@@ -11,6 +11,10 @@ NpugradError                    .reason .operator .retryable .tries .request_id 
 │   ├── CircuitOpen             workers died or hung under such calls; rejected for a while
 │   ├── TenantRefused           the caller is not a tenant of the server
 │   └── CallTooLarge            too large for the server, its devices or a quota
+├── UsageError                  wrong usage; nothing was sent
+│   ├── WrongType               an argument is unknown, missing or of the wrong type; also a TypeError
+│   ├── WrongValue              an argument has a value that is not allowed; also a ValueError
+│   └── ClientUnusable          the client is closed, or of another event loop or process; also a RuntimeError
 ├── RequestError                the call is malformed            .operand
 │   ├── MalformedTensor         shape, strides, dtype and content are inconsistent
 │   ├── MalformedRequest        an attribute is missing, of the wrong type or out of range
@@ -46,6 +50,7 @@ from npugrad.errors import (
     CallTooLarge,
     Cancelled,
     CircuitOpen,
+    ClientUnusable,
     ConnectError,
     DeadlineExceeded,
     DeviceError,
@@ -67,7 +72,10 @@ from npugrad.errors import (
     TransportError,
     UnsafeLevels,
     UnsupportedOperator,
+    UsageError,
     WorkerLost,
+    WrongType,
+    WrongValue,
     error_from_details,
 )
 from npugrad.ops import OPERATORS
@@ -86,6 +94,7 @@ __all__ = [
     "CallTooLarge",
     "Cancelled",
     "CircuitOpen",
+    "ClientUnusable",
     "ConnectError",
     "DeadlineExceeded",
     "DeviceError",
@@ -107,7 +116,10 @@ __all__ = [
     "TransportError",
     "UnsafeLevels",
     "UnsupportedOperator",
+    "UsageError",
     "WorkerLost",
+    "WrongType",
+    "WrongValue",
 ]
 
 

@@ -92,12 +92,27 @@ class VerifiedOutput:
     max_relative_error: float
     tolerance_used: float
 
+    def __repr__(self) -> str:
+        """The four attributes in their order."""
+        errors = (self.max_absolute_error, self.max_relative_error, self.tolerance_used)
+        return f"VerifiedOutput({self.name!r}, {', '.join(f'{error:.2g}' for error in errors)})"
+
     def __str__(self) -> str:
         """One-line description."""
         return (
             f"{self.name}: max absolute error {self.max_absolute_error:.2e}, max relative error "
             f"{self.max_relative_error:.2e}, {self.tolerance_used:.2g} of the tolerance"
         )
+
+
+class VerifiedOutputs(tuple[VerifiedOutput, ...]):
+    """Deviations of the verified outputs of a call, shown in lines."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        """Those of the tuple, two a line."""
+        return in_lines("", map(repr, self))
 
 
 @dataclass(frozen=True, repr=False)

@@ -12,6 +12,8 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+from npugrad.errors import WrongType, WrongValue
+
 
 class DType(str, Enum):
     """Element type of a tensor; compares equal to its name, such as ``"float32"``.
@@ -78,7 +80,7 @@ class DType(str, Enum):
             TypeError: Data of this type is never sent.
         """
         if not self.has_data:
-            raise TypeError(f"dtype {self} has no data; data can be sent as {', '.join(DATA_DTYPES)}")
+            raise WrongType(f"dtype {self} has no data; data can be sent as {', '.join(DATA_DTYPES)}")
         return _NUMPY[self]
 
 
@@ -101,7 +103,7 @@ def dtype_from_name(name: DType | str | npt.DTypeLike | None) -> DType:
         name: A `DType`, a name such as ``"bfloat16"``, or anything `numpy.dtype` takes but None.
 
     Raises:
-        ValueError: Unknown type; the message lists all names.
+        WrongValue: Unknown type; the message lists all names.
     """
     if isinstance(name, str):
         found = _BY_NAME.get(name)
@@ -112,7 +114,7 @@ def dtype_from_name(name: DType | str | npt.DTypeLike | None) -> DType:
             native = None
         found = native and (_BY_NUMPY.get(native.newbyteorder("<")) or _BY_NAME.get(native.name))
     if not found:
-        raise ValueError(f"unknown dtype {name!r}; known are {', '.join(DType)}")
+        raise WrongValue(f"unknown dtype {name!r}; known are {', '.join(DType)}")
     return found
 
 
@@ -163,9 +165,9 @@ _FORMAT_BY_WIRE: dict[int, Format] = {f.wire: f for f in Format} | {0: Format.ND
 
 
 def format_from_name(name: Format | str) -> Format:
-    """Finds a storage format by its name; raises ValueError listing all names."""
+    """Finds a storage format by its name; raises WrongValue listing all names."""
     if name not in _FORMAT_BY_NAME:
-        raise ValueError(f"unknown format {name!r}; known are {', '.join(_FORMAT_BY_NAME)}")
+        raise WrongValue(f"unknown format {name!r}; known are {', '.join(_FORMAT_BY_NAME)}")
     return _FORMAT_BY_NAME[name]
 
 

@@ -4,6 +4,8 @@ NpugradError
 ├── TransportError            no usable answer                .reason .retryable .retry_after_s
 │   ├── ConnectError · DeadlineExceeded · Cancelled
 │   └── ServerBusy · ServerDraining · CallTooLarge · CircuitOpen · TenantRefused
+├── UsageError                wrong usage, before anything is sent
+│   └── WrongType (a TypeError) · WrongValue (a ValueError) · ClientUnusable (a RuntimeError)
 ├── RequestError              the call is malformed           .reason .operator .operand
 │   └── MalformedTensor · MalformedRequest · UnsafeLevels · InvalidRecipe · RecipeMismatch
 └── OperatorError             the operator rejects the call   .code .operator .constraint .violations .source
@@ -26,7 +28,7 @@ from npugrad.error_table import (
     TILING_ERROR,
     ErrorRow,
 )
-from npugrad.representation import shortened
+from npugrad.representation import short_repr, shortened
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -71,6 +73,8 @@ class Violation:
         text: The documented sentence.
         sources: Where it is documented.
     """
+
+    __repr__ = short_repr
 
     id: str
     code: int
@@ -290,6 +294,54 @@ class TenantRefused(TransportError):
     """
 
     default_reason = "TENANT_REFUSED"
+
+
+class UsageError(NpugradError):
+    """The client, or something made for it, was used in a wrong way; nothing was sent.
+
+    Example:
+        >>> try:
+        ...     grads = client.group_norm_backward(**call, groups=3)
+        ... except UsageError as error:
+        ...     print(error)
+        group_norm_backward: unknown argument 'groups'; did you mean 'group'?
+    """
+
+    default_reason = "MALFORMED_REQUEST"
+
+
+class WrongType(UsageError, TypeError):
+    """An argument is unknown, missing or of the wrong type.
+
+    Example:
+        >>> Client("localhost:50051", timeout=30)
+        Traceback (most recent call last):
+        npugrad.errors.WrongType: Client: unknown argument 'timeout'; did you mean 'timeout_s'?
+    """
+
+
+class WrongValue(UsageError, ValueError):
+    """An argument has a value that is not allowed.
+
+    Example:
+        >>> Client("localhost:50051", timeout_s=-1)
+        Traceback (most recent call last):
+        npugrad.errors.WrongValue: timeout_s: found -1; expected seconds above 0, or None
+    """
+
+
+class ClientUnusable(UsageError, RuntimeError):
+    """The client was closed, or belongs to another event loop or to the parent of a fork.
+
+    Example:
+        >>> closed = Client("localhost:50051")
+        >>> closed.close()
+        >>> closed.server_info()
+        Traceback (most recent call last):
+        npugrad.errors.ClientUnusable: the client for localhost:50051 is closed; make a new one
+    """
+
+    default_reason = "CANCELLED"
 
 
 class RequestError(NpugradError, ValueError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from npugrad.call import ExecutionInfo, VerifiedOutput
+from npugrad.call import ExecutionInfo, VerifiedOutput, VerifiedOutputs
 from npugrad.errors import MalformedRequest
 from npugrad.products import product_from_wire
 
@@ -48,7 +48,7 @@ def decode_info(message: operators_pb2.ExecutionInfo, recorded: Recorded | None 
     texts += [each.name for each in message.verified]
     if not all(map(str.isprintable, texts)):
         raise MalformedRequest("info: found control characters; expected names")
-    verified = tuple(
+    verified = VerifiedOutputs(
         VerifiedOutput(v.name, v.max_absolute_error, v.max_relative_error, v.tolerance_used)
         for v in message.verified
     )

@@ -10,8 +10,10 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, SupportsIndex, cast
 
 from npugrad.dtypes import DType, Format, dtype_from_name, format_from_name
-from npugrad.errors import MalformedTensor
+from npugrad.errors import MalformedTensor, WrongType
 from npugrad.products import Product
+from npugrad.representation import short_repr
+from npugrad.usage import reports_usage
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -26,6 +28,7 @@ MAX_RANK = 32
 """Maximum rank on the wire, which is NumPy's limit before 2.0. The operators' limits are lower."""
 
 
+@reports_usage
 @dataclass(frozen=True)
 class TensorMeta:
     """Description of a tensor without its data.
@@ -47,9 +50,11 @@ class TensorMeta:
     Raises:
         MalformedTensor: A size, stride or offset is negative, the number of strides is not the rank, the rank
             is above 32, or the tensor or its content would exceed 2^63 - 1 bytes.
-        TypeError: A size, stride or offset is not an integer.
-        ValueError: Unknown dtype or format.
+        WrongType: A size, stride or offset is not an integer.
+        WrongValue: Unknown dtype or format.
     """
+
+    __repr__ = short_repr
 
     dtype: DType
     shape: tuple[int, ...]
@@ -67,10 +72,10 @@ class TensorMeta:
     ) -> None:
         """Creates the description; see the class for arguments and errors."""
         object.__setattr__(self, "dtype", dtype_from_name(dtype))
-        object.__setattr__(self, "shape", tuple(map(index, shape)))
+        object.__setattr__(self, "shape", _indices("shape", shape))
         object.__setattr__(self, "format", format_from_name(format))
-        object.__setattr__(self, "strides", None if strides is None else tuple(map(index, strides)))
-        object.__setattr__(self, "storage_offset", index(storage_offset))
+        object.__setattr__(self, "strides", None if strides is None else _indices("strides", strides))
+        object.__setattr__(self, "storage_offset", *_indices("storage_offset", (storage_offset,)))
         self._check_layout()
 
     def _check_layout(self) -> None:
@@ -159,6 +164,13 @@ class TensorMeta:
     def __str__(self) -> str:
         """Such as ``float32[2, 3, 4]``."""
         return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
+
+
+def _indices(name: str, sizes: Sequence[SupportsIndex]) -> tuple[int, ...]:
+    try:
+        return tuple(map(index, sizes))
+    except TypeError:
+        raise WrongType(f"TensorMeta: {name}: found {sizes!r}; expected integers") from None
 
 
 def _frozen(mapping: Mapping[str, Any]) -> Mapping[str, Any]:

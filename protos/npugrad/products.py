@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from enum import Enum
 
+from npugrad.errors import WrongValue
+
 
 class Product(str, Enum):
     """A product family; compares equal to its name, such as ``"atlas-a2"``.
@@ -41,10 +43,10 @@ def product_from_name(name: Product | str) -> Product:
     """Finds a product by its name.
 
     Raises:
-        ValueError: Unknown product; the message lists all names.
+        WrongValue: Unknown product; the message lists all names.
     """
     if name not in _BY_NAME:
-        raise ValueError(f"unknown product {name!r}; known are {', '.join(_BY_NAME)}")
+        raise WrongValue(f"unknown product {name!r}; known are {', '.join(_BY_NAME)}")
     return _BY_NAME[name]
 
 

@@ -11,9 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from npugrad import layout
-from npugrad.errors import InvalidRecipe
+from npugrad.errors import InvalidRecipe, WrongType
 from npugrad.generators import GENERATORS, Draw, fill
 from npugrad.meta import TensorMeta
+from npugrad.representation import short_repr
+from npugrad.usage import instead, reports_usage
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,6 +31,7 @@ MAX_SEED = 2**64 - 1
 _BLOCK_BYTES = 2**20
 
 
+@reports_usage
 @dataclass(frozen=True, init=False)
 class Recipe:
     """An operand that the server generates: distribution, tensor and seed.
@@ -47,6 +50,8 @@ class Recipe:
         >>> recipe.array().shape
         (2, 3)
     """
+
+    __repr__ = short_repr
 
     draw: Draw
     meta: TensorMeta
@@ -81,14 +86,16 @@ class Recipe:
         Raises:
             InvalidRecipe: RECIPE_INVALID. Unknown generator, or a parameter out of range.
             MalformedTensor: Invalid shape or strides.
-            TypeError: Unknown parameter of the generator.
-            ValueError: Unknown dtype.
+            WrongType: Unknown parameter of the generator.
+            WrongValue: Unknown dtype.
         """
         known = GENERATORS.get(generator)
         given = known.parameters if known else {}
         unknown = [name for name in parameters if name not in given]
         if known and unknown:
-            raise TypeError(f"found parameter {unknown[0]} of {generator}; expected {', '.join(given)}")
+            raise WrongType(
+                f"Recipe: unknown parameter {unknown[0]!r} of {generator}; {instead(unknown[0], given)}"
+            )
         values = tuple(float(parameters.get(name, default)) for name, default in given.items())
         draw = Draw(generator, values, index(repeat))
         self._set(draw, TensorMeta(dtype, shape, strides=strides), index(seed), bytes(digest))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from html import escape
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -13,6 +14,9 @@ if TYPE_CHECKING:
 WIDTH = 100
 """Maximum columns of a line."""
 _INDENT = "    "
+_LINES = 3
+_VALUE_CHARACTERS = (80, 40, 20, 10)
+"""Characters of a value that are tried, one after the other."""
 
 
 class Html(str):
@@ -32,6 +36,23 @@ def in_lines(name: str, parts: Iterable[str]) -> str:
             line = _INDENT
         line += piece
     return "\n".join([*lines, line if texts else f"{line})"])
+
+
+def short_repr(record: Any) -> str:
+    """As `__repr__` of a dataclass: all fields, in three lines, with long values truncated as that takes."""
+    shown = {each.name: repr(getattr(record, each.name)) for each in fields(record)}
+    for most in _VALUE_CHARACTERS:
+        parts = [f"{name}={shortened(value, most)}" for name, value in shown.items()]
+        text = in_lines(type(record).__name__, parts)
+        if text.count("\n") < _LINES:
+            break
+    return text
+
+
+class Shown:
+    """Base of dataclasses that `short_repr` shows."""
+
+    __repr__ = short_repr
 
 
 def shortened(text: str, most: int) -> str:

@@ -28,11 +28,13 @@ from npugrad.errors import (
     TilingError,
     UnsupportedOperator,
     Violation,
+    WrongType,
 )
 from npugrad.meta import CallMeta, TensorMeta
 from npugrad.operator import Verdict
 from npugrad.ops import get_operator
 from npugrad.products import Product, product_from_name
+from npugrad.usage import instead, reports_usage
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -44,6 +46,7 @@ _REPORT_ORDER = (FIND_KERNEL_ERROR, INNER_NULLPTR, PARAM_NULLPTR, PARAM_INVALID,
 _CLASS_ORDER = {code: i for i, code in enumerate(_REPORT_ORDER)}
 
 
+@reports_usage
 def validate(
     operator: str,
     *,
@@ -66,9 +69,9 @@ def validate(
 
     Raises:
         UnsupportedOperator: Unknown operator.
-        TypeError: The operator has no parameter of this name, or a tensor is not a `TensorMeta`.
+        WrongType: The operator has no parameter of this name, or a tensor is not a `TensorMeta`.
         MalformedRequest: An attribute is missing or has the wrong type.
-        ValueError: Unknown product.
+        WrongValue: Unknown product.
     """
     record = get_operator(operator)
     return validate_call(record, make_call(record, inputs, attrs, outputs, product))
@@ -97,15 +100,16 @@ def make_call(
 def _check_names(record: OpRecord, kind: str, given: Mapping[str, Any], known: list[str]) -> None:
     unknown = [name for name in given if name not in known]
     if unknown:
-        raise TypeError(
-            f"{record.name}: unknown {kind} {', '.join(map(repr, unknown))}; known are {', '.join(known)}"
+        which = unknown[0] if len(unknown) == 1 else ""
+        raise WrongType(
+            f"{record.name}: unknown {kind} {', '.join(map(repr, unknown))}; {instead(which, known)}"
         )
 
 
 def _check_metas(record: OpRecord, given: Mapping[str, object]) -> None:
     for name, meta in given.items():
         if meta is not None and not isinstance(meta, TensorMeta):
-            raise TypeError(
+            raise WrongType(
                 f"{record.name}: {name}: found {type(meta).__name__}; expected TensorMeta or None"
             )
 
@@ -115,7 +119,7 @@ def attribute_value(record: OpRecord, param: AttrParam, attrs: Mapping[str, Any]
 
     Raises:
         MalformedRequest: It is missing, of the wrong type, or out of range.
-        TypeError: None for an attribute that is not a pointer.
+        WrongType: None for an attribute that is not a pointer.
     """
     kind = KINDS[param.type]
     value = attrs.get(param.name)
@@ -124,7 +128,7 @@ def attribute_value(record: OpRecord, param: AttrParam, attrs: Mapping[str, Any]
             return None
         if param.name not in attrs:
             raise _malformed(record, param, "nothing")
-        raise TypeError(f"{record.name}: {param.name}: found None; expected {kind.expected}")
+        raise WrongType(f"{record.name}: {param.name}: found None; expected {kind.expected}")
     if isinstance(value, str) and value in param.choices:
         return param.choices[value]
     try:

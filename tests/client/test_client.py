@@ -83,17 +83,6 @@ def test_a_method_takes_the_records_parameters_and_nothing_else() -> None:
             assert parameter.default is (None if parameter.name in tensors else inspect.Parameter.empty)
 
 
-def test_python_itself_says_what_is_no_call(plain: Client) -> None:
-    call: dict[str, Any] = group_norm()
-    with pytest.raises(TypeError, match="unexpected keyword argument 'beta'"):
-        plain.group_norm_backward(**call, beta=np.zeros(4))  # type: ignore[call-arg]
-    del call["hxw"]
-    with pytest.raises(TypeError, match="missing 1 required keyword-only argument: 'hxw'"):
-        plain.group_norm_backward(**call)
-    with pytest.raises(TypeError, match="positional argument"):
-        plain.group_norm_backward(np.zeros(3))  # type: ignore[call-arg]
-
-
 # ------------------------------------------------------------------------------------ documented codes
 
 

@@ -20,7 +20,15 @@ from tests.fix_server import ServerProcess
 
 from npugrad import OPERATORS
 from npugrad.errors import ServerBusy
-from npugrad_client import AsyncClient, Cancelled, Client, InvalidOperand, NpugradError, RetryPolicy
+from npugrad_client import (
+    AsyncClient,
+    Cancelled,
+    Client,
+    InvalidOperand,
+    NpugradError,
+    RetryPolicy,
+    WrongType,
+)
 
 Array = npt.NDArray[Any]
 
@@ -231,7 +239,7 @@ def test_an_error_keeps_its_place_and_so_does_what_is_no_call(server: ServerProc
     calls[4]["nonsense"] = 1
     calls[5] = None
     found = many(make, server.address, calls, concurrency=2, on_error="return", copy=True)
-    kinds = [None, None, InvalidOperand, None, TypeError, TypeError, None]
+    kinds = [None, None, InvalidOperand, None, WrongType, WrongType, None]
     assert [type(f) if isinstance(f, Exception) else None for f in found] == kinds
 
 

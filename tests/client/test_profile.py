@@ -79,7 +79,7 @@ def test_calls_that_fail_are_there(path: Path, make: Make) -> None:
         with pytest.raises(ServerBusy):
             client.group_norm_backward(**group_norm())
     errors = [call["error"].split(":")[0] for call in calls(path)]
-    assert errors == ["TypeError", "MalformedRequest", "ServerBusy"]
+    assert errors == ["WrongType", "MalformedRequest", "ServerBusy"]
     assert calls(path)[-1]["request_id"] == "abc123"
     tries = [each for each in slices(path) if each["name"].startswith("try ")]
     assert [each["name"] for each in tries] == ["try 1", "try 2"]

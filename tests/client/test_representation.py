@@ -13,7 +13,7 @@ from npugrad import OPERATORS, OpRecord
 from npugrad.call import ExecutionInfo
 from npugrad.products import Product
 from npugrad.representation import WIDTH
-from npugrad_client import AsyncClient, Client, DeviceInfo
+from npugrad_client import AsyncClient, Client, DeviceInfo, Progress, Recipe, RetryPolicy, TensorMeta
 
 INFO = ExecutionInfo("cpu", "cpu:0", Product.ATLAS_A2, run_s=0.0125, request_id="<b>")
 
@@ -70,10 +70,22 @@ def test_clients_name_some_of_many_servers() -> None:
         assert many == f"{kind.__name__}('host0:50051, host1:50051, host2:50051' and 17 more in .target)"
 
 
+def test_what_a_caller_makes_fits_three_lines() -> None:
+    for made in (
+        RetryPolicy(),
+        TensorMeta("bfloat16", (2**30,) * 2, strides=(2**31, 1)),
+        Recipe("uniform", shape=(1,) * 32, digest=bytes(32)),
+        Progress("receiving", 2**40, 2**41, 2**40, 2**41, 10),
+    ):
+        assert_fits(repr(made))
+    assert repr(RetryPolicy(max_tries=9)).startswith("RetryPolicy(max_tries=9, retry_for_s=30.0, ")
+
+
 def test_a_server_fits_three_lines(server: ServerProcess) -> None:
     with Client(server.address) as client:
         info = client.server_info()
-    assert_fits(repr(info))
+    for shown in (info, info.limits, *info.devices):
+        assert_fits(repr(shown))
     assert f"npugrad {info.version} for {info.product}" in repr(info)
     assert "cpu:0 ready" in repr(info)
     page = info._repr_html_()
@@ -95,8 +107,13 @@ def test_operators_and_verdicts_fit_three_lines(server: ServerProcess) -> None:
         for info in client.list_operators():
             assert_fits(repr(info))
             assert f"{info.name}, {info.aclnn_name}" in repr(info)
+            for part in (*info.parameters, *info.constraints):
+                assert_fits(repr(part))
+                assert repr(part).startswith(f"{type(part).__name__}(")
         meta = {"normalized_shape": (4,), "output_mask": (True, True, True)}
         wrong = client.validate("layer_norm_backward", inputs={}, attrs=meta)
+    for violation in wrong.violations:
+        assert_fits(repr(violation))
     assert_fits(repr(wrong))
     assert repr(wrong).startswith("Verdict(status 161001,")
     assert "and 1 more in .violations" in repr(wrong)

@@ -23,6 +23,8 @@ from npugrad_client import (
     ServerBusy,
     ServerDraining,
     TlsError,
+    WrongType,
+    WrongValue,
 )
 from npugrad_client._picker import Picker
 from npugrad_client._retry import Launch, RetryBudget, RetrySchedule, Wait
@@ -561,7 +563,9 @@ def test_a_policy_refuses_what_cannot_be_meant() -> None:
         "try_timeout_s": 0,
     }
     for field, value in wrong.items():
-        with pytest.raises(ValueError, match=f"^{field}: found {value}; expected "):
+        with pytest.raises(WrongValue, match=f"^{field}: found {value}; expected "):
             RetryPolicy(**{field: value})  # type: ignore[arg-type]
+        with pytest.raises(WrongType, match=rf"^{field}: found '5' \(str\); expected "):
+            RetryPolicy(**{field: "5"})  # type: ignore[arg-type]
     for error in (NpugradError("no"), TransportError("no")):
         assert error.tries == 0, "it is no answer to a call"

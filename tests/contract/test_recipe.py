@@ -69,8 +69,8 @@ def test_nothing_that_cannot_be_made(arguments: dict[str, Any], problem: str) ->
     assert caught.value.reason == "RECIPE_INVALID"
 
 
-def test_other_mistakes_are_those_of_python() -> None:
-    with pytest.raises(TypeError, match="found parameter low of normal; expected mean, std"):
+def test_other_mistakes_are_wrong_usage() -> None:
+    with pytest.raises(TypeError, match="unknown parameter 'low' of normal; known are mean, std"):
         Recipe("normal", shape=(2,), low=0)
     with pytest.raises(MalformedTensor, match="expected sizes of 0 or more"):
         Recipe("normal", shape=(-2,))

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from npugrad.call import ExecutionInfo, VerifiedOutput
+from npugrad.call import ExecutionInfo, VerifiedOutput, VerifiedOutputs
 from npugrad.errors import InvalidOperand, NpugradError, ServerBusy
 from npugrad.products import Product
 from npugrad.representation import WIDTH, Html, html_table, in_lines, shortened, some
@@ -35,7 +35,9 @@ FULL = ExecutionInfo(
     copy_out_s=1234.5,
     request_id="f" * 128,
     verification="right by another rule of coordinates, " * 20,
-    verified=tuple(VerifiedOutput(name, 1e-6, 1e-7, 0.03) for name in ("dq", "dk1", "dv1", "dk2", "dv2")),
+    verified=VerifiedOutputs(
+        VerifiedOutput(name, 1.49e-6, 1.94e-7, 0.0312) for name in ("dq", "dk1", "dv1", "dk2", "dv2")
+    ),
     predicted_wait_s=1.0,
     predicted_run_s=1.0,
     tries=9,
@@ -47,6 +49,15 @@ TIMELINE = Timeline(
     tuple(Interval(name, "client", number * 10.0, number * 10.0 + 9) for number, name in enumerate(STAGES)),
     (Try(1, EVIL, 0.0, 1.0, "ConnectError"), Try(2, "b:1", 1.0, 200.0, "")),
 )
+
+
+def test_deviations_of_verified_outputs_fit() -> None:
+    assert_fits(repr(FULL.verified))
+    assert repr(FULL.verified).startswith(
+        "(VerifiedOutput('dq', 1.5e-06, 1.9e-07, 0.031), VerifiedOutput('dk1', "
+    )
+    assert FULL.verified == tuple(FULL.verified)
+    assert isinstance(dataclasses.asdict(FULL)["verified"], tuple)
 
 
 def test_the_info_of_a_call_fits_three_lines() -> None:

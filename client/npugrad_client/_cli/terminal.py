@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from npugrad import OPERATORS, NpugradError
-from npugrad_client import ConnectError, OperatorError, TlsError
+from npugrad_client import ConnectError, OperatorError, TlsError, UsageError
 from npugrad_client._cli import files
 from npugrad_client._cli.explain import UnknownSubject, nearest
 
@@ -62,7 +62,7 @@ def reporting(failed: int = 1) -> Iterator[None]:
     """Turns errors that a user can act on into one line and a status: 2 for wrong usage, else `failed`."""
     try:
         yield
-    except (files.FileError, UnknownSubject) as error:
+    except (files.FileError, UnknownSubject, UsageError) as error:
         fail(str(error), 2)
     except TlsError as error:
         fail(str(error), failed)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from npugrad.errors import WrongType, WrongValue
 from npugrad.meta import TensorMeta
 from npugrad_client._fitting import FLOATS, as_sent, fits, is_mixed
 from npugrad_client._legality import require_legal
@@ -51,7 +52,7 @@ class Service:
     def __post_init__(self) -> None:
         """Rejects a policy that needs the local time of a call, which compiled code does not report."""
         if self.policies is not None and self.policies.policy != "always":
-            raise ValueError(f"policies: policy: found {self.policies.policy!r}; expected 'always' under JAX")
+            raise WrongValue(f"policies: policy: found {self.policies.policy!r}; expected 'always' under JAX")
 
     def require(
         self, operator: str, operands: Mapping[str, Array | None], attrs: Mapping[str, Any], **known: Any
@@ -67,7 +68,7 @@ class Service:
         Raises:
             OperatorError: The documents do not allow the call.
             MalformedRequest: The operator has no such attribute.
-            TypeError: An operand has an unsupported dtype.
+            WrongType: An operand has an unsupported dtype.
         """
         given = metas(operator, operands)
         if (self.policies or STRICT).on_refused != "raise" and fits(
@@ -220,7 +221,7 @@ def metas(operator: str, operands: Mapping[str, Array | None]) -> dict[str, Tens
     """Type and shape of each operand, which are known when a function is traced.
 
     Raises:
-        TypeError: The service does not know the type of one of them.
+        WrongType: The service does not know the type of one of them.
     """
     return {name: None if value is None else _meta(operator, name, value) for name, value in operands.items()}
 
@@ -229,7 +230,7 @@ def _meta(operator: str, name: str, value: Array) -> TensorMeta:
     try:
         return TensorMeta(np.dtype(value.dtype), value.shape)
     except (TypeError, ValueError):  # a JAX random key, or one of its narrow floats
-        raise TypeError(
+        raise WrongType(
             f"{operator}: {name}: found {value.dtype}; expected float32, float16, bfloat16, float64, an "
             "integer type or bool"
         ) from None

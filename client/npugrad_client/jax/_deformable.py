@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
+from npugrad.usage import reports_usage
 from npugrad_client._legality import DEFORMABLE_ATTENTION as OPERATOR
 from npugrad_client._legality import require_client
 from npugrad_client.jax._callback import Array, Service, like, vjp, wide, zero_tangent
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from npugrad_client._policy import Policies
 
 
+@reports_usage
 def multi_scale_deformable_attention(
     value: Array,
     spatial_shape: Array,
@@ -63,7 +65,7 @@ def multi_scale_deformable_attention(
         NullOperand: 161001. An operand is None.
         InvalidOperand: 161002. The operands are inconsistent, or one violates a documented rule and the
             policy is to raise. Raised when the function is traced.
-        TypeError: `client` is not a `Client`.
+        WrongType: An argument is unknown or missing, or `client` is not a `Client`.
 
     Example:
         >>> value = jnp.ones((1, 20, 2, 8))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
+from npugrad.usage import reports_usage
 from npugrad_client._legality import FLOYD_ATTENTION as OPERATOR
 from npugrad_client._legality import (
     LANES,
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 _MASKED = float(jnp.finfo(jnp.float32).min)
 
 
+@reports_usage
 def fused_floyd_attention(
     query: Array,
     key1: Array,
@@ -67,7 +69,7 @@ def fused_floyd_attention(
         NullOperand: 161001. An operand other than the mask is None.
         InvalidOperand: 161002. A dtype is not allowed, such as float32. Raised when the function is traced.
         TilingError: 561002. Sizes are not allowed or inconsistent.
-        TypeError: `client` is not a `Client`.
+        WrongType: An argument is unknown or missing, or `client` is not a `Client`.
 
     Example:
         >>> query = key1 = value1 = jnp.ones((1, 1, 16, 128, 32), "bfloat16")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from npugrad.usage import reports_usage
 from npugrad_client._legality import require_client
 from npugrad_client.jax._callback import Array, Service, like, vjp, wide
 
@@ -24,6 +25,7 @@ _PADDINGS: dict[Any, Any] = {"zeros": 0, "border": 1, "reflection": 2}
 _FAR = -100.0  # the position of points without one; no image has pixels near it
 
 
+@reports_usage
 def grid_sample(
     input: Array,
     grid: Array,
@@ -67,7 +69,7 @@ def grid_sample(
         InvalidOperand: 161002. The operands are inconsistent, or one violates a documented rule and the
             policy is to raise. Raised when the function is traced.
         MalformedRequest: Unknown mode or padding mode.
-        TypeError: `client` is not a `Client`.
+        WrongType: An argument is unknown or missing, or `client` is not a `Client`.
 
     Example:
         >>> def loss(input, grid):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
+from npugrad.usage import reports_usage
 from npugrad_client._legality import require_client
 from npugrad_client.jax._callback import Array, Service, like, wide
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 OPERATOR = "group_norm_backward"
 
 
+@reports_usage
 def group_norm(
     x: Array,
     scale: Array | None = None,
@@ -58,7 +60,7 @@ def group_norm(
         NullOperand: 161001. x is None.
         InvalidOperand: 161002. The operands are inconsistent, or one violates a documented rule and the
             policy is to raise. Raised when the function is traced.
-        TypeError: `client` is not a `Client`.
+        WrongType: An argument is unknown or missing, or `client` is not a `Client`.
 
     Example:
         >>> def loss(x):

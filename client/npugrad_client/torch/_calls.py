@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, cast
 
 from torch import Tensor
 
+from npugrad.errors import WrongType
 from npugrad.meta import TensorMeta
 from npugrad_client import _arrays
 
@@ -19,11 +20,11 @@ def require_tensors(operator: str, operands: Mapping[str, Tensor | None]) -> Non
     """Rejects operands that are not tensors, such as NumPy arrays, which the service would accept.
 
     Raises:
-        TypeError: An operand is neither a tensor nor None.
+        WrongType: An operand is neither a tensor nor None.
     """
     for name, operand in operands.items():
         if operand is not None and not isinstance(operand, Tensor):
-            raise TypeError(
+            raise WrongType(
                 f"{operator}: {name}: found {type(operand).__name__}; expected a torch CPU tensor"
             )
 
@@ -38,7 +39,7 @@ def metas(operator: str, inputs: Mapping[str, Tensor | None]) -> dict[str, Tenso
     """Dtype and shape of each tensor, without touching its data.
 
     Raises:
-        TypeError: A dtype is unsupported.
+        WrongType: A dtype is unsupported.
     """
     return {
         name: None if tensor is None else _meta(operator, name, tensor) for name, tensor in inputs.items()

@@ -9,6 +9,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import grid_sample
 
+from npugrad.usage import reports_usage
 from npugrad_client._fitting import as_sent, fits
 from npugrad_client._legality import DEFORMABLE_ATTENTION as OPERATOR
 from npugrad_client._legality import require_client, require_legal_deformable_attention
@@ -39,6 +40,7 @@ _OUTSIDE = 4.0
 """A coordinate of `grid_sample` so far out that no corner of any level is near."""
 
 
+@reports_usage
 def multi_scale_deformable_attention(
     value: Tensor,
     spatial_shape: Tensor,
@@ -89,7 +91,7 @@ def multi_scale_deformable_attention(
         InvalidOperand: 161002. The operands are inconsistent, or one violates a documented rule and the
             policy is to raise. Raised by this call, before anything is computed.
         UnsafeLevels: A level extends beyond `value`.
-        TypeError: An operand is not a dense CPU tensor, or `client` is not a `Client`.
+        WrongType: An operand is not a dense CPU tensor, or `client` is not a `Client`.
 
     Example:
         >>> value = torch.rand(1, 20, 2, 8, requires_grad=True)
@@ -166,7 +168,7 @@ def require(on_refused: str, *operands: Tensor) -> None:
         NullOperand: 161001. An operand is None.
         InvalidOperand: 161002. The operands are inconsistent, or one violates a documented rule and
             `on_refused` is ``"raise"``.
-        TypeError: An operand is not a dense CPU tensor.
+        WrongType: An operand is not a dense CPU tensor.
     """
     given = dict(zip(_NAMES, operands, strict=True))
     require_tensors(OPERATOR, given)

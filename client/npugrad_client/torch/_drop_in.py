@@ -7,6 +7,7 @@ import threading
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
+from npugrad.usage import reports_usage
 from npugrad_client._legality import require_client
 from npugrad_client._policy import Options, Policies, PolicyEngine, require_policies, show_policies
 from npugrad_client.torch._deformable import differentiate, forward, require
@@ -94,6 +95,7 @@ class DropIn:
         return self._policies.summary()
 
 
+@reports_usage
 def drop_in(
     client: Client,
     *,
@@ -141,8 +143,8 @@ def drop_in(
         `remove()`. Its `summary()` shows what ran where.
 
     Raises:
-        TypeError: `client` is not a `Client`.
-        ValueError: Unknown policy, or negative `min_bytes`.
+        WrongType: An argument is unknown or missing, or `client` is not a `Client`.
+        WrongValue: Unknown policy, or negative `min_bytes`.
 
     Example:
         >>> value, grad_output = torch.rand(1, 20, 2, 8), torch.rand(1, 5, 16)

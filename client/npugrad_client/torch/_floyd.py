@@ -18,6 +18,7 @@ import torch
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from npugrad.usage import reports_usage
 from npugrad_client._fitting import fits
 from npugrad_client._legality import FLOYD_ATTENTION as OPERATOR
 from npugrad_client._legality import (
@@ -50,6 +51,7 @@ _BLOCK_BYTES = 32 * 2**20
 """Size of the scores of one block, in the type of the computation; about three blocks exist at once."""
 
 
+@reports_usage
 def fused_floyd_attention(
     query: Tensor,
     key1: Tensor,
@@ -100,7 +102,7 @@ def fused_floyd_attention(
         InvalidOperand: 161002. A dtype is not allowed and the policy is to raise. Raised by this call, before
             anything is computed.
         TilingError: 561002. Sizes are inconsistent, or not allowed and the policy is to raise.
-        TypeError: An operand is not a dense CPU tensor, or `client` is not a `Client`.
+        WrongType: An operand is not a dense CPU tensor, or `client` is not a `Client`.
 
     Example:
         >>> query, key1, value1 = torch.rand(3, 1, 1, 16, 128, 32, dtype=torch.bfloat16)

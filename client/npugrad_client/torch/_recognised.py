@@ -17,6 +17,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from npugrad.errors import WrongValue
+from npugrad.usage import reports_usage
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -69,6 +72,7 @@ _known: list[_Known] = [
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
+@reports_usage
 def register_deformable_attention(
     name: str,
     *,
@@ -106,11 +110,11 @@ def register_deformable_attention(
     """
     module, colon, qualname = name.partition(":")
     if not (module and colon and qualname):
-        raise ValueError(f"register_deformable_attention: name: found {name!r}; expected 'module:function'")
+        raise WrongValue(f"register_deformable_attention: name: found {name!r}; expected 'module:function'")
     roles = (value, spatial_shapes, locations, weights)
     for role in roles:
         if role not in parameters:
-            raise ValueError(
+            raise WrongValue(
                 f"register_deformable_attention: parameters: found {tuple(parameters)}; expected {role!r} "
                 "among them"
             )

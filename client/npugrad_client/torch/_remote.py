@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from npugrad.usage import reports_usage
 from npugrad_client._legality import require_client
 from npugrad_client._policy import MIN_BYTES, Options, Policies, PolicyEngine, require_policies, show_policies
 from npugrad_client.torch._fused import DECIDING, Fuser, attend, has_saved_tensors_hooks
@@ -120,6 +121,7 @@ class Remote(ContextDecorator):
         self._engine.keep(operator, why)
 
 
+@reports_usage
 def remote(
     client: Client,
     *,
@@ -183,8 +185,8 @@ def remote(
         A context manager that is also a decorator; its `summary()` shows what ran where.
 
     Raises:
-        TypeError: `client` is not a `Client`.
-        ValueError: Unknown policy, or negative `min_bytes`.
+        WrongType: An argument is unknown or missing, or `client` is not a `Client`.
+        WrongValue: Unknown policy, or negative `min_bytes`.
 
     Example:
         >>> model = torch.nn.LayerNorm(512)

@@ -47,6 +47,7 @@ from typing import TYPE_CHECKING, Any, Generic
 from npugrad.call import CallOptions, ExecutionInfo
 from npugrad.meta import TensorMeta
 {origin}
+from npugrad.usage import reports_usage
 from npugrad_client._arrays import ArrayLike, Operand
 from npugrad_client._call_results import CallResults
 
@@ -72,6 +73,7 @@ Out = Mapping[str, TensorMeta | ArrayLike | None]
 
 _BASE = '''
 
+@reports_usage
 class {name}(ABC):
     """The operators as {kind}; clients implement `_run`."""
 
@@ -92,6 +94,7 @@ class {name}(ABC):
 
 _FUTURES = '''
 
+@reports_usage
 class FutureOperators(ABC):
     """The operators as methods that return a future immediately; clients implement `_start`."""
 
@@ -230,7 +233,7 @@ def _raises(record: OpRecord) -> list[str]:
     sentences["OperatorError"] = "The device does not support `deterministic` for this call."
     sentences["DeviceError"] = "The device failed, or `verify` found a wrong result."
     sentences["TransportError"] = "Connection, deadline, overload or shutdown; see `.retryable`."
-    sentences["TypeError"] = "An operand is not an array, `out` has an unknown name, or an attribute is None."
+    sentences["WrongType"] = "An argument is unknown or missing, an operand no array, or an attribute None."
     return [_wrap(sentence, 12, f"{name}: ") for name, sentence in sentences.items()]
 
 

@@ -11,6 +11,7 @@ from npugrad.ops.grid_sampler_3d_backward import GRID_SAMPLER_3D_BACKWARD
 from npugrad.ops.group_norm_backward import GROUP_NORM_BACKWARD
 from npugrad.ops.layer_norm_backward import LAYER_NORM_BACKWARD
 from npugrad.ops.multi_scale_deformable_attention_grad import MULTI_SCALE_DEFORMABLE_ATTENTION_GRAD
+from npugrad.usage import instead
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -39,12 +40,12 @@ def get_operator(name: str, records: Mapping[str, OpRecord] = OPERATORS) -> OpRe
         records: The operators by name.
 
     Raises:
-        UnsupportedOperator: Unknown operator; the message lists all names.
+        UnsupportedOperator: Unknown operator; the message suggests one, or lists all.
     """
     if name in records:
         return records[name]
     raise UnsupportedOperator(
-        f"unknown operator {name!r}; known are {', '.join(records)}",
+        f"unknown operator {name!r}; {instead(name, records)}",
         reason="UNKNOWN_OPERATOR",
         operator=name,
     )

@@ -252,7 +252,7 @@ def test_wrong_usage_is_one_line_and_status_2(arguments: list[str], message: str
     [
         (["--target", ""], "target: found empty text; expected host:port, unix:path or dns:///name:port"),
         (["--target", "a:1,b:70000"], "target: found port '70000' in 'b:70000'; expected 1 to 65535"),
-        (["--timeout", "nan"], "server_info: timeout_s: found nan; expected seconds or None"),
+        (["--timeout", "nan"], "timeout_s: found nan; expected seconds above 0, or None"),
     ],
 )
 def test_what_the_client_does_not_take_is_wrong_usage(arguments: list[str], message: str) -> None:

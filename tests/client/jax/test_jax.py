@@ -24,6 +24,7 @@ from npugrad_client import (
     MalformedRequest,
     NullOperand,
     OperatorError,
+    WrongType,
 )
 
 jax = pytest.importorskip("jax", reason="jax is not installed: `make test-jax` has it")
@@ -456,6 +457,13 @@ def test_what_is_missing_is_the_callers_operand(rng: Any) -> None:
                     with pytest.raises(NullOperand, match=f": {operand}: found null") as refused:
                         NAMED[name].function(*call, client=dead, **how)
                     assert refused.value.code == 161001
+
+
+@NAMES
+def test_a_misspelt_argument_is_told(rng: Any, name: str) -> None:
+    expected = f"^{name}: unknown argument 'timeout'; did you mean 'timeout_s'\\?"
+    with pytest.raises(WrongType, match=expected):
+        NAMED[name].function(*NAMED[name].operands(rng), client=None, timeout=5)
 
 
 @NAMES

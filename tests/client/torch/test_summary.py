@@ -76,7 +76,7 @@ def test_it_ends_with_what_sending_won_and_cost() -> None:
         "operator  kind                   sent  ms sent  local  ms local  saved s",
         "floyd     float16[2,4,64,64,64]    10    500.0      3     200.0   -3.000",
         "norm      float32[2,8,1024]         6     10.0      4      20.0    0.060",
-        "norm      float32[2,8,16]           0        ?      4       1.0        -",
+        "norm      float32[2,8,16]           0        -      4       1.0        -",
         "Sending cost 2.940 s.",
     ]
     assert summary.won_s == pytest.approx(-2.94)
@@ -87,7 +87,7 @@ def test_what_is_not_known_is_said_to_be_so() -> None:
     summary = Ledger().summary([CostRow("norm", "float32[2,8]", 2, 0, 0.5, None, None)])
     assert summary.won_s is None
     *_, row, last, _ = str(summary).splitlines()
-    assert row.split() == ["norm", "float32[2,8]", "2", "500.0", "0", "?", "?"]
+    assert row.split() == ["norm", "float32[2,8]", "2", "500.0", "0", "-", "-"]
     assert last.startswith("How long 2 sent calls would have taken here is unknown; ")
     assert "Sending" not in last
 
