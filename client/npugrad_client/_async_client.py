@@ -16,7 +16,6 @@ from npugrad_client._channels import STREAM_FROM_BYTES, settings
 from npugrad_client._clock import CallClock, tracing_by
 from npugrad_client._generated_ops import AsyncOperators
 from npugrad_client._plans import Plans
-from npugrad_client._profile import profiling
 from npugrad_client._retry import RETRY
 from npugrad_client._targets import target_repr
 from npugrad_client._warnings import note_gradients
@@ -31,8 +30,9 @@ if TYPE_CHECKING:
 
     from npugrad.call import CallOptions, ExecutionInfo
     from npugrad.meta import TensorMeta
-    from npugrad.operator import OpRecord, Verdict
+    from npugrad.operator import OpRecord
     from npugrad.products import Product
+    from npugrad.validation import Verdict
     from npugrad_client._arrays import Operand
     from npugrad_client._clock import Sink
     from npugrad_client._info import OperatorInfo, ServerInfo
@@ -330,6 +330,8 @@ class AsyncClient(AsyncOperators):
             >>> with client.profile("calls.json"):
             ...     grads = await client.group_norm_backward(**call)
         """
+        from npugrad_client._profile import profiling  # here, because few programs profile
+
         return profiling(path, self._sinks)
 
     def _deadline(self, timeout_s: float | None) -> float | None:

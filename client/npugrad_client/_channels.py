@@ -189,10 +189,8 @@ class Stubs:
         self.channel, self.pem, self.proxy = channel, pem, proxy
         self.heard_s = self.opened_s = time.monotonic()
         # Bytes both ways: most requests and replies are encoded and decoded without a message object.
-        self._unary = {
-            name: channel.unary_unary(f"/{registry.backward.full_name}/{record.rpc}", _registered_method=True)
-            for name, record in registry.records.items()
-        }
+        self._service = registry.backward.full_name
+        self._unary: dict[str, Any] = {}  # made as they are asked for, because they need records
         server = _methods(channel, server_pb2.DESCRIPTOR.services_by_name["ServerService"])
         self.execute: Any = _methods(channel, registry.backward)["Execute"]
         self.services: dict[str, Any] = {
@@ -203,7 +201,11 @@ class Stubs:
 
     def unary(self, record: OpRecord) -> Any:
         """Returns the unary RPC of an operator, which takes and returns encoded messages."""
-        return self._unary[record.name]
+        method = self._unary.get(record.name)
+        if method is None:
+            name = f"/{self._service}/{record.rpc}"
+            method = self._unary[record.name] = self.channel.unary_unary(name, _registered_method=True)
+        return method
 
 
 def _methods(channel: Any, service: ServiceDescriptor) -> dict[str, Any]:

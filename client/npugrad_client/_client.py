@@ -16,7 +16,6 @@ from npugrad_client._clock import CallClock, tracing_by
 from npugrad_client._futures import Submit, Threads, run_batch
 from npugrad_client._generated_ops import Operators
 from npugrad_client._plans import Plans
-from npugrad_client._profile import profiling
 from npugrad_client._retry import RETRY
 from npugrad_client._targets import target_repr
 from npugrad_client._transport import Transport
@@ -32,8 +31,9 @@ if TYPE_CHECKING:
 
     from npugrad.call import CallOptions, ExecutionInfo
     from npugrad.meta import TensorMeta
-    from npugrad.operator import OpRecord, Verdict
+    from npugrad.operator import OpRecord
     from npugrad.products import Product
+    from npugrad.validation import Verdict
     from npugrad_client._arrays import Operand
     from npugrad_client._channels import Settings
     from npugrad_client._clock import Sink
@@ -339,6 +339,8 @@ class Client(Operators):
             >>> with client.profile("calls.json"):
             ...     grads = client.group_norm_backward(**call)
         """
+        from npugrad_client._profile import profiling  # here, because few programs profile
+
         return profiling(path, self._sinks)
 
     @property

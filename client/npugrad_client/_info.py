@@ -9,14 +9,13 @@ from npugrad import codec
 from npugrad.dtypes import DType, dtype_from_wire
 from npugrad.errors import NpugradError, RequestError, Source, Violation
 from npugrad.meta import TensorMeta
-from npugrad.operator import Verdict
 from npugrad.ops import get_operator
 from npugrad.products import Product, product_from_name, product_from_wire
 from npugrad.recipe import Recipe
 from npugrad.registry import REGISTRY, Registry
 from npugrad.representation import Shown, counted, html_table, in_lines, make_printable, some
 from npugrad.v1 import server_pb2
-from npugrad.validation import make_call, validate_call
+from npugrad.validation import Verdict, make_call, validate_call
 from npugrad_client import _arrays
 
 if TYPE_CHECKING:

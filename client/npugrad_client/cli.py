@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import npugrad
-from npugrad import OPERATORS
-from npugrad.attributes import KINDS
+from npugrad.ops import OPERATORS
 from npugrad.products import Product, product_from_name
-from npugrad_client._cli import advise, bench, completion, files, json_answers, show
+from npugrad_client._cli import advise, bench, completion
 from npugrad_client._cli.connection import (
     AT_ONCE,
     DEFAULT_TARGETS,
@@ -29,10 +28,7 @@ from npugrad_client._cli.connection import (
     refuse_tls_without_target,
     tls,
 )
-from npugrad_client._cli.explain import explain as print_explanation
-from npugrad_client._cli.explain import explanation
-from npugrad_client._cli.terminal import Timeout, fail, find_record, out, reporting
-from npugrad_client._info import Validation
+from npugrad_client._cli.terminal import FileError, Timeout, fail, find_record, out, reporting
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -79,7 +75,7 @@ _META_FORM = "NAME=DTYPE[SIZES]"
 
 def _version(wanted: bool) -> None:
     if wanted:
-        out.print(f"npugrad {npugrad.__version__}")
+        out().print(f"npugrad {npugrad.__version__}")
         raise typer.Exit
 
 
@@ -96,7 +92,7 @@ def _product(name: str | None) -> Product | None:
     try:
         return None if name is None else product_from_name(name)
     except ValueError as error:
-        raise files.FileError(f"--product: {error}") from None
+        raise FileError(f"--product: {error}") from None
 
 
 @app.command()
@@ -112,11 +108,13 @@ def info(
     """Show a server: version, product, devices, limits."""
     how = (encrypted, tls_ca, tls_certificate, tls_key)
     with reporting(), connect(target, timeout, tls(*how), AT_ONCE) as client:
+        from npugrad_client._cli import show
+
         found = client.server_info()
         if as_json:
-            out.print_json(json.dumps(asdict(found)))
+            out().print_json(json.dumps(asdict(found)))
         else:
-            show.server(out, client.target, found)
+            show.server(out(), client.target, found)
 
 
 @app.command()
@@ -145,14 +143,16 @@ def ops(
     """List the operators of a server, or show one in full."""
     how = (encrypted, tls_ca, tls_certificate, tls_key)
     with reporting(), connect(target, timeout, tls(*how), AT_ONCE) as client:
+        from npugrad_client._cli import show
+
         wanted = find_record(operator).name if operator else ""
         listed = tuple(o for o in client.list_operators(_product(product)) if wanted in ("", o.name))
         if as_json:
-            out.print_json(json.dumps([asdict(o) for o in listed]))
+            out().print_json(json.dumps([asdict(o) for o in listed]))
         elif wanted:
-            show.operator(out, listed[0], product or "the server's product")
+            show.operator(out(), listed[0], product or "the server's product")
         else:
-            show.operators(out, listed, product or "the server's product")
+            show.operators(out(), listed, product or "the server's product")
 
 
 @app.command()
@@ -197,6 +197,9 @@ def validate(
     """
     with reporting():
         record, chosen = find_record(operator), _product(product)
+        from npugrad_client._cli import json_answers, show
+        from npugrad_client._info import Validation
+
         asked = _described(record, file, meta or (), output or (), attr or (), dtype or ())
         if local:
             verdict = Validation(operator, **asked, product=chosen).local()
@@ -205,9 +208,9 @@ def validate(
             with connect(target, timeout, how, AT_ONCE) as client:
                 verdict = client.validate(operator, **asked, product=chosen)
         if as_json:
-            out.print_json(json.dumps(json_answers.verdict(verdict)))
+            out().print_json(json.dumps(json_answers.verdict(verdict)))
         else:
-            show.verdict(out, record.name, verdict)
+            show.verdict(out(), record.name, verdict)
     raise typer.Exit(1 if verdict.status else 0)
 
 
@@ -220,6 +223,9 @@ def _described(
     dtype: Sequence[str],
 ) -> dict[str, Any]:
     """Inputs, attributes and outputs of a call to validate, from a file and flags."""
+    from npugrad.attributes import KINDS
+    from npugrad_client._cli import files
+
     inputs: dict[str, npt.NDArray[Any] | TensorMeta | None] = {}
     attrs: dict[str, Any] = {p.name: None for p in record.attrs if KINDS[p.type].is_pointer}
     if file is not None:
@@ -275,6 +281,8 @@ def call(
     """
     how = (encrypted, tls_ca, tls_certificate, tls_key)
     with reporting(), connect(target, timeout, tls(*how)) as client:
+        from npugrad_client._cli import files, json_answers, show
+
         record, path = find_record(operator), files.results_path(output) if output else None
         operands, attrs = files.read_call(record, file, dtype or ())
         attrs |= files.parse_attrs(record, attr or ())
@@ -289,13 +297,13 @@ def call(
             files.write_results(path, results)
         if as_json:
             answered = json_answers.call(path, results, answer.info, with_timeline=timeline)
-            out.print_json(json.dumps(answered))
+            out().print_json(json.dumps(answered))
             return
-        show.results(out, results, answer.info)
+        show.results(out(), results, answer.info)
         if timeline:
-            out.print(str(answer.info.timeline), markup=False, highlight=False, soft_wrap=True)
+            out().print(str(answer.info.timeline), markup=False, highlight=False, soft_wrap=True)
         if path is not None:
-            out.print(f"written to {path}", soft_wrap=True)
+            out().print(f"written to {path}", soft_wrap=True)
 
 
 @app.command()
@@ -318,11 +326,14 @@ def explain(
     as_json: Json = False,
 ) -> None:
     """Print what the documents say: codes, operators, constraints; needs no server."""
+    from npugrad_client._cli.explain import explain as print_explanation
+    from npugrad_client._cli.explain import explanation
+
     with reporting():
         if as_json:
-            out.print_json(json.dumps(explanation(subject, constraint)))
+            out().print_json(json.dumps(explanation(subject, constraint)))
         else:
-            print_explanation(out, subject, constraint)
+            print_explanation(out(), subject, constraint)
 
 
 @app.command()

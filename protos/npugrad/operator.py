@@ -11,8 +11,6 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from npugrad.representation import in_lines, some
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
@@ -23,7 +21,7 @@ if TYPE_CHECKING:
     from npugrad.binding import TorchBinding
     from npugrad.coordinates import CoordinateRule
     from npugrad.dtypes import DType
-    from npugrad.errors import Source, Violation
+    from npugrad.errors import Source
     from npugrad.generators import Draw
     from npugrad.meta import CallMeta, TensorMeta
     from npugrad.products import Product
@@ -364,37 +362,3 @@ def _is_wanted(output: TensorParam, call: CallMeta) -> bool:
         return True
     mask = call.mask()
     return mask is not None and mask[output.masked_by]
-
-
-@dataclass(frozen=True, repr=False)
-class Verdict:
-    """Result of `validate`.
-
-    Example:
-        >>> verdict = client.validate("layer_norm_backward", inputs={}, attrs={
-        ...     "normalized_shape": (4,), "output_mask": (True, True, True)})
-        >>> verdict.status, len(verdict.violations)
-        (161001, 4)
-
-    Attributes:
-        status: aclnn status: 0, or the code that comes first in the documented order.
-        violations: All violated constraints, starting with the one that determines the status.
-        outputs: Inferred outputs by name if status is 0, None for masked-out ones; else empty.
-        predicted_wait_s: Seconds the server would expect such a call to wait now; None if unknown or
-            validated locally. Predictions are ignored when verdicts are compared.
-        predicted_run_s: Seconds it would expect for copying in, running and copying out together; None if
-            unknown, as before such calls have run, or if validated locally.
-    """
-
-    status: int
-    violations: tuple[Violation, ...]
-    outputs: Mapping[str, TensorMeta | None]
-    predicted_wait_s: float | None = field(default=None, compare=False)
-    predicted_run_s: float | None = field(default=None, compare=False)
-
-    def __repr__(self) -> str:
-        """Status, the first violations, and the outputs' names."""
-        violations = some([each.id for each in self.violations], 3, ".violations")
-        outputs = some([*self.outputs], 6, ".outputs")
-        parts = [f"violations: {violations}"] * bool(violations) + [f"outputs: {outputs}"] * bool(outputs)
-        return in_lines("Verdict", [f"status {self.status}", *parts])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from operator import index
 from typing import TYPE_CHECKING, Any
@@ -145,6 +144,8 @@ class Recipe:
 
     def sha256(self) -> bytes:
         """Digest of the content, which is generated block by block."""
+        import hashlib  # here, because few recipes have a digest
+
         found = hashlib.sha256()
         block = memoryview(bytearray(min(_BLOCK_BYTES, self.meta.content_bytes)))
         for offset in range(0, self.meta.content_bytes, _BLOCK_BYTES):

@@ -10,9 +10,9 @@ from npugrad.ops import OPERATORS
 from npugrad.v1 import backward_pb2, validation_pb2
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
-    from google.protobuf.descriptor import ServiceDescriptor
+    from google.protobuf.descriptor import Descriptor, ServiceDescriptor
 
     from npugrad.operator import OpRecord
 
@@ -34,18 +34,21 @@ class Registry:
     def __init__(
         self, records: Mapping[str, OpRecord], backward: ServiceDescriptor, validation: ServiceDescriptor
     ) -> None:
-        """Finds the messages; raises KeyError if the services lack an RPC."""
+        """Finds the messages; raises KeyError if the services lack an operator."""
         self.records, self.backward, self.validation = records, backward, validation
-        methods = backward.methods_by_name
-        self.requests: dict[str, type[Any]] = {
-            name: GetMessageClass(methods[record.rpc].input_type) for name, record in records.items()
-        }
-        self.responses: dict[str, type[Any]] = {
-            name: GetMessageClass(methods[record.rpc].output_type) for name, record in records.items()
-        }
-        self.execute_request: type[Any] = GetMessageClass(methods["Execute"].input_type)
-        self.execute_response: type[Any] = GetMessageClass(methods["Execute"].output_type)
+        execute = backward.methods_by_name["Execute"]
+        # By the headers, which name the operators, so that this needs no record.
+        self.requests: dict[str, type[Any]] = _by_operator(execute.input_type, records)
+        self.responses: dict[str, type[Any]] = _by_operator(execute.output_type, records)
+        self.execute_request: type[Any] = GetMessageClass(execute.input_type)
+        self.execute_response: type[Any] = GetMessageClass(execute.output_type)
         self.validate_request: type[Any] = GetMessageClass(validation.methods_by_name["Validate"].input_type)
+
+
+def _by_operator(frame: Descriptor, names: Iterable[str]) -> dict[str, type[Any]]:
+    """The message of each operator, as the header of a stream has it."""
+    header: Any = frame.fields_by_name["header"].message_type
+    return {name: GetMessageClass(header.fields_by_name[name].message_type) for name in names}
 
 
 REGISTRY = Registry(

@@ -6,6 +6,7 @@ all 561002, each in the order of the record.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from functools import lru_cache
 from graphlib import TopologicalSorter
 from operator import itemgetter
@@ -31,9 +32,9 @@ from npugrad.errors import (
     WrongType,
 )
 from npugrad.meta import CallMeta, TensorMeta
-from npugrad.operator import Verdict
 from npugrad.ops import get_operator
 from npugrad.products import Product, product_from_name
+from npugrad.representation import in_lines, some
 from npugrad.usage import instead, reports_usage
 
 if TYPE_CHECKING:
@@ -44,6 +45,40 @@ if TYPE_CHECKING:
 
 _REPORT_ORDER = (FIND_KERNEL_ERROR, INNER_NULLPTR, PARAM_NULLPTR, PARAM_INVALID, TILING_ERROR)
 _CLASS_ORDER = {code: i for i, code in enumerate(_REPORT_ORDER)}
+
+
+@dataclass(frozen=True, repr=False)
+class Verdict:
+    """Result of `validate`.
+
+    Example:
+        >>> verdict = client.validate("layer_norm_backward", inputs={}, attrs={
+        ...     "normalized_shape": (4,), "output_mask": (True, True, True)})
+        >>> verdict.status, len(verdict.violations)
+        (161001, 4)
+
+    Attributes:
+        status: aclnn status: 0, or the code that comes first in the documented order.
+        violations: All violated constraints, starting with the one that determines the status.
+        outputs: Inferred outputs by name if status is 0, None for masked-out ones; else empty.
+        predicted_wait_s: Seconds the server would expect such a call to wait now; None if unknown or
+            validated locally. Predictions are ignored when verdicts are compared.
+        predicted_run_s: Seconds it would expect for copying in, running and copying out together; None if
+            unknown, as before such calls have run, or if validated locally.
+    """
+
+    status: int
+    violations: tuple[Violation, ...]
+    outputs: Mapping[str, TensorMeta | None]
+    predicted_wait_s: float | None = field(default=None, compare=False)
+    predicted_run_s: float | None = field(default=None, compare=False)
+
+    def __repr__(self) -> str:
+        """Status, the first violations, and the outputs' names."""
+        violations = some([each.id for each in self.violations], 3, ".violations")
+        outputs = some([*self.outputs], 6, ".outputs")
+        parts = [f"violations: {violations}"] * bool(violations) + [f"outputs: {outputs}"] * bool(outputs)
+        return in_lines("Verdict", [f"status {self.status}", *parts])
 
 
 @reports_usage

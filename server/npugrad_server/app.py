@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import npugrad
 from npugrad.errors import NpugradError
+from npugrad.ops import OPERATORS
 from npugrad.registry import REGISTRY, Registry
 from npugrad.v1 import server_pb2
 from npugrad_server.addresses import AddressError
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
     from npugrad_server.rpc.tracing import RpcTracing
     from npugrad_server.watched_files import FileWatch
 
+OPERATORS.load()  # now, and not on the event loop, or after a fork
 _FAREWELL_S = 1.0
 """Seconds for clients to read their last answers and the end of their connections."""
 _SERVER_SERVICE = server_pb2.DESCRIPTOR.services_by_name["ServerService"]

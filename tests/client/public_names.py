@@ -10,6 +10,8 @@ def shown(package: ModuleType) -> set[str]:
     """The names that a reader of the package's namespace takes for public."""
     return {
         name
-        for name, value in vars(package).items()
-        if not name.startswith("_") and not inspect.ismodule(value) and name != "annotations"
+        for name in dir(package)
+        if not name.startswith("_")
+        and not inspect.ismodule(getattr(package, name))
+        and name not in ("annotations", "TYPE_CHECKING")
     }

@@ -54,7 +54,8 @@ def _unwrap_as_before(header: Any, *_: Any) -> tuple[OpRecord, Any]:
 
 
 def main(operator: str, can_tell: str, *arguments: str) -> None:
-    pool = _Pool(OPERATORS.pop(operator).rpc)
+    pool = _Pool(OPERATORS[operator].rpc)
+    OPERATORS._names = tuple(name for name in OPERATORS if name != operator)
     with patch.object(descriptor_pool, "Default", lambda: pool):
         for name in MODULES:
             importlib.import_module(f"npugrad.v1.{name}_pb2")

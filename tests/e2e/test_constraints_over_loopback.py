@@ -25,11 +25,11 @@ from npugrad import codec
 from npugrad.error_table import BY_REASON, DOMAIN
 from npugrad.errors import OperatorError, Violation, error_class
 from npugrad.meta import CallMeta
-from npugrad.operator import Constraint, OpRecord, Sample, Verdict
+from npugrad.operator import Constraint, OpRecord, Sample
 from npugrad.products import Product
 from npugrad.status import MAX_STATUS_BYTES
 from npugrad.v1 import backward_pb2, validation_pb2
-from npugrad.validation import error_from_verdict, validate_call
+from npugrad.validation import Verdict, error_from_verdict, validate_call
 from npugrad_client._attempt import Attempt
 from npugrad_client.errors import translate
 

@@ -6,9 +6,12 @@ import os
 import shutil
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
+
+from npugrad.ops import OPERATORS
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -26,6 +29,7 @@ FORBIDDEN = [
     ("server-layers", "server/npugrad_server/worker/__init__.py", "import npugrad_server.pool"),
     ("server-layers", "server/npugrad_server/dispatch.py", "import npugrad_server.rpc"),
     ("grpc", "protos/npugrad/codec.py", "import grpc"),
+    ("worker", "protos/npugrad/ops/_normalisation.py", "import rich"),
     ("grpc", "server/npugrad_server/pool/__init__.py", "import grpc.aio"),
     ("worker", "server/npugrad_server/worker/__init__.py", "import npugrad_server.config"),
     ("ctypes", "server/npugrad_server/worker/__init__.py", "import ctypes"),
@@ -78,13 +82,63 @@ def test_contract_worker_and_server_load_no_more_than_they_need() -> None:
     assert answer.returncode == 0, answer.stderr
     contract, worker, server = (set(line.split()) for line in answer.stdout.splitlines())
     assert "npugrad.codec" in contract
-    assert "grpc" not in contract
+    assert not contract & {"grpc", *RECORDS}
+    assert worker >= RECORDS, "at the start, and not while a call waits"
+    assert server >= RECORDS
     heavy = {"grpc", "typer", "click", "rich", "pydantic", "pydantic_settings", "prometheus_client", "torch"}
     assert "npugrad_server.worker" in worker
     assert not heavy & {name.partition(".")[0] for name in worker}
     assert {"npugrad_server.app", "grpc"} <= server
     assert not {"torch", "torch_npu"} & server
     assert not [name for name in server if name.startswith("npugrad_server.acceptance.")]
+
+
+RECORDS = {f"npugrad.ops.{name}" for name in OPERATORS}
+COMMAND = "import sys; sys.argv[0] = 'npugrad'; from npugrad_client.cli import main; main()"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables"),
+    [
+        (["--help"], {}),
+        (["--version"], {}),
+        (["call", "--help"], {}),
+        (["info", "--nope"], {}),
+        (["info", "--target", "host:abc"], {}),
+        (["validate", "group_norm", "--local"], {}),
+        ([], {"_NPUGRAD_COMPLETE": "complete_bash", "COMP_WORDS": "npugrad va", "COMP_CWORD": "1"}),
+    ],
+    ids=" ".join,
+)
+def test_help_completion_and_refusals_load_nothing_heavy(
+    arguments: list[str], variables: dict[str, str]
+) -> None:
+    program = f"import atexit, sys; atexit.register(lambda: print(*sys.modules, file=sys.stderr)); {COMMAND}"
+    command = [sys.executable, "-c", program, *arguments]
+    environment = {**os.environ, **variables}
+    answer = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    loaded = set(answer.stderr.splitlines()[-1].split())
+    assert "npugrad_client.cli" in loaded, answer.stderr
+    assert not loaded & {"numpy", "grpc", "google.protobuf", *RECORDS}
+    assert answer.stdout or answer.returncode == 2
+
+
+def test_a_client_loads_no_record_before_a_call_and_no_more_than_that_of_the_call() -> None:
+    program = """
+        import sys
+        from npugrad_client import Client
+        import npugrad
+        print(len(npugrad.OPERATORS), "group_norm_backward" in npugrad.OPERATORS, *sys.modules)
+        assert npugrad.OPERATORS["group_norm_backward"].name == "group_norm_backward"
+        print(*sys.modules)
+        """
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert answer.returncode == 0, answer.stderr
+    before, after = (line.split() for line in answer.stdout.splitlines())
+    assert before[:2] == [str(len(RECORDS)), "True"]
+    assert not RECORDS & set(before)
+    assert RECORDS & set(after) == {"npugrad.ops.group_norm_backward"}
 
 
 def _lint_imports(folder: Path) -> subprocess.CompletedProcess[str]:

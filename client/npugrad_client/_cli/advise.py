@@ -10,7 +10,6 @@ from pathlib import Path  # noqa: TC003 - typer looks at the annotations
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
 from npugrad_client._cli.connection import (
     AT_ONCE,
@@ -23,8 +22,7 @@ from npugrad_client._cli.connection import (
     connect,
     tls,
 )
-from npugrad_client._cli.files import FileError
-from npugrad_client._cli.terminal import Timeout, fail, out, reporting
+from npugrad_client._cli.terminal import FileError, Timeout, fail, out, reporting
 
 if TYPE_CHECKING:
     from npugrad_client import Client, ServerInfo
@@ -73,7 +71,7 @@ def advise(
             with redirect_stdout(sys.stderr) if as_json else nullcontext():
                 found = _measured(client, script, arguments or [], steps)
         if as_json:
-            out.print_json(json.dumps(_as_dict(found)))
+            out().print_json(json.dumps(_as_dict(found)))
         else:
             _show(script, client.target, server, found)
 
@@ -100,14 +98,16 @@ def _show(script: Path, target: str, server: ServerInfo, advice: Advice) -> None
     devices = ", ".join(sorted({d.backend + " (simulated)" * d.simulated for d in server.devices}))
     passes = f"{advice.passes} backward pass{'es' * (advice.passes > 1)}"
     warm = "after one to warm up" if advice.is_warm else "the first one, which includes warming up"
-    out.print(f"{script}: {passes}, {warm}; server {target}: {server.product}, {devices}", soft_wrap=True)
+    out().print(f"{script}: {passes}, {warm}; server {target}: {server.product}, {devices}", soft_wrap=True)
     if advice.rows:
         _show_rows(advice.rows)
     for line in _sentences(advice):
-        out.print(line, soft_wrap=True)
+        out().print(line, soft_wrap=True)
 
 
 def _show_rows(rows: tuple[KindAdvice, ...]) -> None:
+    from rich.table import Table
+
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for name in ("operator", "kind"):
         table.add_column(name, overflow="fold")  # on a narrow terminal these two wrap, never a number
@@ -119,7 +119,7 @@ def _show_rows(rows: tuple[KindAdvice, ...]) -> None:
         won = "-" if row.remote_s is None else f"{row.won_s * 1e3:.1f}"
         numbers = (f"{row.calls:g}", f"{row.bytes / 2**20:.2f}", f"{row.local_s * 1e3:.2f}", sent, won)
         table.add_row(row.operator, row.kind, *numbers, row.why or ("send" if row.send else "keep here"))
-    out.print(table)
+    out().print(table)
 
 
 def _sentences(advice: Advice) -> list[str]:

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from npugrad import OPERATORS, NpugradError
-from npugrad_client._cli import completion, files
+from npugrad.errors import NpugradError
+from npugrad.ops import OPERATORS
+from npugrad_client._cli import completion
 from npugrad_client._cli.bench_scenario import DEFAULT_OPERATOR, scenario_of
 from npugrad_client._cli.bench_search import check_search, search_capacity
 from npugrad_client._cli.bench_status import (
@@ -34,7 +35,18 @@ from npugrad_client._cli.connection import (
     servers_of,
     tls,
 )
-from npugrad_client._cli.terminal import STDOUT, console_for, err, fail, out, reporting, write_json
+from npugrad_client._cli.terminal import (
+    STDOUT,
+    FileError,
+    check_writable,
+    console_for,
+    err,
+    fail,
+    out,
+    reporting,
+    write_json,
+    write_text,
+)
 from npugrad_client.bench.interrupts import terminated_as_interrupted
 
 if TYPE_CHECKING:
@@ -162,7 +174,7 @@ def bench(
         made = scenario_of(scenario, given)
         for path in (json_file if json_file != STDOUT else None, csv_file, html_file):
             if path is not None:
-                files.check_writable(path)  # before the run, not after it
+                check_writable(path)  # before the run, not after it
         server = servers_of(target, tls(encrypted, tls_ca, tls_certificate, tls_key))
         if find_capacity:
             check_search(precision, csv_file, html_file)
@@ -178,7 +190,7 @@ def _needing_extra() -> Iterator[None]:
     try:
         yield
     except ImportError:
-        raise files.FileError(f"npugrad bench needs {_EXTRA}") from None
+        raise FileError(f"npugrad bench needs {_EXTRA}") from None
 
 
 # -------------------------------------------------------------------------------- the commands
@@ -215,7 +227,7 @@ def _run_or_save(
     from npugrad_client.bench.run import run, unmeasured
 
     try:
-        with live_view(err, scenario) as on_progress:
+        with live_view(err(), scenario) as on_progress:
             return run(scenario, server.targets, on_progress, server.tls)
     except NpugradError as error:
         _write(unmeasured(scenario, server.tls is not None, died=str(error)), *paths)
@@ -233,9 +245,9 @@ def _write(result: Result, json_file: Path | None, csv_file: Path | None, html_f
         if json_file is not None:
             write_json(json_file, result.as_json())
         if csv_file is not None:
-            files.write_text(csv_file, result.as_csv())
+            write_text(csv_file, result.as_csv())
         if html_file is not None:
-            files.write_text(html_file, page(result))
+            write_text(html_file, page(result))
 
 
 @app.command()
@@ -248,7 +260,7 @@ def scenarios() -> None:
             made = load_scenario(name)
             comment = takewhile(lambda line: line.startswith("#"), path.read_text("utf-8").splitlines())
             told = " ".join(line.removeprefix("#").strip() for line in comment)
-            out.print(f"{name}: {made.arrival}, {made.duration_s:g} s. {told}", soft_wrap=True)
+            out().print(f"{name}: {made.arrival}, {made.duration_s:g} s. {told}", soft_wrap=True)
 
 
 @app.command()
@@ -265,7 +277,7 @@ def report(
 
     with reporting(), _needing_extra():
         result = load_result(file)
-        show_result(out, result)
+        show_result(out(), result)
         _write(result, None, csv_file, html_file)
 
 
@@ -295,11 +307,11 @@ def compare(
     with reporting(), _needing_extra():
         paths = [path for path in (a, b, *map(Path, context.args)) if not (as_json and path == STDOUT)]
         if len(paths) != 2:
-            raise files.FileError(f"compare: found {len(paths)} files; expected two")
+            raise FileError(f"compare: found {len(paths)} files; expected two")
         first, second = map(load_result, paths)
         found = held_against(first, second, margin, confidence, allow_flawed=allow_flawed)
         if as_json:
-            out.print_json(json.dumps(found.as_dict()))
+            out().print_json(json.dumps(found.as_dict()))
         else:
-            show_comparison(out, found)
+            show_comparison(out(), found)
     raise typer.Exit({"slower": MISSED, "inconclusive": INVALID}.get(found.judgement, 0))

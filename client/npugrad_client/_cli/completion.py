@@ -8,7 +8,6 @@ import typer  # noqa: TC002 -- typer itself reads the annotations
 
 from npugrad.ops import OPERATORS
 from npugrad.products import Product
-from npugrad_client._cli import explain
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -26,11 +25,15 @@ def products(incomplete: str) -> list[str]:
 
 def subjects(incomplete: str) -> list[str]:
     """Whatever can be explained: operators by both names, numbers, reasons, rules."""
+    from npugrad_client._cli import explain
+
     return _starting(incomplete, explain.subjects())
 
 
 def rules(context: typer.Context, incomplete: str) -> list[str]:
     """Rules of the operator that stands before them."""
+    from npugrad_client._cli import explain
+
     record = explain.find_operator(context.params.get("subject") or "")
     return _starting(incomplete, (rule.id for rule in record.constraints) if record else ())
 

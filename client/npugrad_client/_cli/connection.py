@@ -6,13 +6,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from npugrad_client import Client, RetryPolicy, Tls
-from npugrad_client._cli.files import FileError
+from npugrad_client._cli.terminal import FileError
+from npugrad_client._retry import RetryPolicy
 from npugrad_client._targets import DEFAULT_PORT, complete_target
-from npugrad_client._tls import Servers
+from npugrad_client._tls import Servers, Tls
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from npugrad_client import Client
 
 DEFAULT_TARGETS = [f"127.0.0.1:{DEFAULT_PORT}"]
 AT_ONCE = RetryPolicy(retry_for_s=0)
@@ -116,8 +118,11 @@ def connect(
         FileError: A file of `how` cannot be read.
         ValueError: A target is no address, or a file is not PEM.
     """
+    found = [complete_target(address) for address in addresses(targets)]  # first, as it needs no gRPC
+    from npugrad_client import Client
+
     try:
-        return Client(addresses(targets), timeout_s=timeout_s, tls=how, retry=retry)
+        return Client(found, timeout_s=timeout_s, tls=how, retry=retry)
     except OSError as error:
         raise FileError(f"--tls: cannot read {error.filename!r}: {error.strerror}") from None
 

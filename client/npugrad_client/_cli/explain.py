@@ -16,6 +16,7 @@ from npugrad.error_table import BY_CODE, BY_REASON, ErrorRow
 from npugrad.operator import AttrParam, Constraint, OpRecord, TensorParam
 from npugrad.ops import OPERATORS
 from npugrad_client._cli import json_answers
+from npugrad_client._cli.terminal import FileError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -31,7 +32,7 @@ _SHORTEST = 4
 """Letters of the shortest word that is suggested for another one."""
 
 
-class UnknownSubject(Exception):
+class UnknownSubject(FileError):
     """Nothing has this name; the message suggests similar ones."""
 
 

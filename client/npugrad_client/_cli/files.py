@@ -6,7 +6,6 @@ results; arrays that NumPy itself saved from ml_dtypes (void of 2 bytes) need `-
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
@@ -20,6 +19,7 @@ import numpy.typing as npt
 
 from npugrad.attributes import KINDS, Scalar
 from npugrad.meta import TensorMeta
+from npugrad_client._cli.terminal import FileError as FileError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,10 +29,6 @@ if TYPE_CHECKING:
 
 _BF16 = ":bfloat16"
 _META = re.compile(r"(?P<dtype>\w+)\[(?P<shape>[-\d, ]*)\]")
-
-
-class FileError(Exception):
-    """A file or an argument does not describe a call; the message says what was found and expected."""
 
 
 def read_call(
@@ -266,26 +262,5 @@ def write_results(path: Path, results: Mapping[str, npt.NDArray[Any] | None]) ->
         arrays[name + _BF16 if is_bf16 else name] = array.view(np.uint16) if is_bf16 else array
     try:
         np.savez(path, **arrays)
-    except OSError as error:
-        raise FileError(f"{path}: cannot be written: {error.strerror}") from None
-
-
-def check_writable(path: Path) -> None:
-    """Raises FileError if `write_text` would, before there is a text; creates nothing."""
-    number = 0
-    if path.is_dir():
-        number = errno.EISDIR
-    elif not path.parent.is_dir():
-        number = errno.ENOTDIR if path.parent.exists() else errno.ENOENT
-    elif not os.access(path if path.exists() else path.parent, os.W_OK):
-        number = errno.EACCES
-    if number:
-        raise FileError(f"{path}: cannot be written: {os.strerror(number)}")
-
-
-def write_text(path: Path, text: str) -> None:
-    """Writes a text file; raises FileError when it cannot be written."""
-    try:
-        path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise FileError(f"{path}: cannot be written: {error.strerror}") from None

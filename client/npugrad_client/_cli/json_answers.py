@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
     from npugrad.call import ExecutionInfo
     from npugrad.error_table import ErrorRow
-    from npugrad.operator import Constraint, OpRecord, Verdict
+    from npugrad.operator import Constraint, OpRecord
+    from npugrad.validation import Verdict
 
 _BLOCK = 2**20
 """Elements of a block."""

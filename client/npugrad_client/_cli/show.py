@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from npugrad.call import ExecutionInfo
-    from npugrad.operator import Verdict
+    from npugrad.validation import Verdict
     from npugrad_client import OperatorInfo, ServerInfo
 
 

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
-from rich.console import Console
 
-from npugrad import OPERATORS, NpugradError
-from npugrad_client import ConnectError, OperatorError, TlsError, UsageError
-from npugrad_client._cli import files
-from npugrad_client._cli.explain import UnknownSubject, nearest
+from npugrad.errors import ConnectError, NpugradError, OperatorError, UsageError
+from npugrad.ops import OPERATORS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from rich.console import Console
 
     from npugrad.operator import OpRecord
 
@@ -25,22 +26,39 @@ _PIPED_WIDTH = 200
 """Width without a terminal: wide, so that lines are not broken for grep."""
 
 
-def _console(*, stderr: bool = False) -> Console:
-    is_told = "COLUMNS" in os.environ or (sys.stderr if stderr else sys.stdout).isatty()
-    width = None if is_told else _PIPED_WIDTH
-    return Console(stderr=stderr, highlight=False, markup=False, emoji=False, width=width)
-
-
-out, err = _console(), _console(stderr=True)
 STDOUT = Path("-")
 """Stands for standard output where a file is asked for."""
 
 Timeout = Annotated[float, typer.Option("--timeout", help="Deadline of the call in seconds.")]
 
 
+class FileError(Exception):
+    """A file or an argument does not describe a call; the message says what was found and expected."""
+
+
+@cache
+def out() -> Console:
+    """The console of standard output; made at first use, as completion and help need none."""
+    return _console(is_error=False)
+
+
+@cache
+def err() -> Console:
+    """The console of standard error."""
+    return _console(is_error=True)
+
+
+def _console(*, is_error: bool) -> Console:
+    from rich.console import Console
+
+    is_told = "COLUMNS" in os.environ or (sys.stderr if is_error else sys.stdout).isatty()
+    width = None if is_told else _PIPED_WIDTH
+    return Console(stderr=is_error, highlight=False, markup=False, emoji=False, width=width)
+
+
 def console_for(json_file: Path | None) -> Console:
     """Where text goes: standard output, unless the JSON goes there."""
-    return err if json_file == STDOUT else out
+    return err() if json_file == STDOUT else out()
 
 
 def write_json(path: Path, text: str) -> None:
@@ -48,12 +66,33 @@ def write_json(path: Path, text: str) -> None:
     if path == STDOUT:
         typer.echo(text, nl=False)
     else:
-        files.write_text(path, text)
+        write_text(path, text)
+
+
+def check_writable(path: Path) -> None:
+    """Raises FileError if `write_text` would, before there is a text; creates nothing."""
+    number = 0
+    if path.is_dir():
+        number = errno.EISDIR
+    elif not path.parent.is_dir():
+        number = errno.ENOTDIR if path.parent.exists() else errno.ENOENT
+    elif not os.access(path if path.exists() else path.parent, os.W_OK):
+        number = errno.EACCES
+    if number:
+        raise FileError(f"{path}: cannot be written: {os.strerror(number)}")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a text file; raises FileError when it cannot be written."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise FileError(f"{path}: cannot be written: {error.strerror}") from None
 
 
 def fail(message: str, status: int = 1) -> NoReturn:
     """Ends the command with a message on standard error."""
-    err.print(message, soft_wrap=True)
+    err().print(message, soft_wrap=True)
     raise typer.Exit(status)
 
 
@@ -62,12 +101,13 @@ def reporting(failed: int = 1) -> Iterator[None]:
     """Turns errors that a user can act on into one line and a status: 2 for wrong usage, else `failed`."""
     try:
         yield
-    except (files.FileError, UnknownSubject, UsageError) as error:
+    except (FileError, UsageError) as error:
         fail(str(error), 2)
-    except TlsError as error:
-        fail(str(error), failed)
     except ConnectError as error:
-        fail(f"{error}\nIs a server listening there? Start one with: npugrad-server serve", failed)
+        from npugrad_client import TlsError  # here, as it needs gRPC, which is loaded by now
+
+        hint = "\nIs a server listening there? Start one with: npugrad-server serve"
+        fail(f"{error}{'' if isinstance(error, TlsError) else hint}", failed)
     except NpugradError as error:
         number = f" {error.code}" if isinstance(error, OperatorError) and error.code is not None else ""
         request = f" (request {error.request_id})" if error.request_id else ""
@@ -83,5 +123,7 @@ def find_record(name: str) -> OpRecord:
         UnknownSubject: There is none; the message suggests the nearest one.
     """
     if name not in OPERATORS:
+        from npugrad_client._cli.explain import UnknownSubject, nearest
+
         raise UnknownSubject(f"OPERATOR: {nearest(name, OPERATORS, ', '.join(OPERATORS))}")
     return OPERATORS[name]

@@ -1,34 +1,78 @@
-"""The operator records. To add an operator, add a module here and one line below."""
+"""The operator records, loaded when they are asked for. To add one, add a module here and two lines below."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from importlib import import_module
+from typing import TYPE_CHECKING, cast
 
 from npugrad.errors import UnsupportedOperator
-from npugrad.ops.fused_floyd_attention_grad import FUSED_FLOYD_ATTENTION_GRAD
-from npugrad.ops.grid_sampler_2d_backward import GRID_SAMPLER_2D_BACKWARD
-from npugrad.ops.grid_sampler_3d_backward import GRID_SAMPLER_3D_BACKWARD
-from npugrad.ops.group_norm_backward import GROUP_NORM_BACKWARD
-from npugrad.ops.layer_norm_backward import LAYER_NORM_BACKWARD
-from npugrad.ops.multi_scale_deformable_attention_grad import MULTI_SCALE_DEFORMABLE_ATTENTION_GRAD
 from npugrad.usage import instead
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator
 
     from npugrad.operator import OpRecord
 
-OPERATORS: dict[str, OpRecord] = {
-    record.name: record
-    for record in (
-        MULTI_SCALE_DEFORMABLE_ATTENTION_GRAD,
-        GRID_SAMPLER_2D_BACKWARD,
-        GROUP_NORM_BACKWARD,
-        FUSED_FLOYD_ATTENTION_GRAD,
-        LAYER_NORM_BACKWARD,
-        GRID_SAMPLER_3D_BACKWARD,
-    )
-}
+    # What is loaded by name, for whoever follows imports, such as the check of layers.
+    from npugrad.ops.fused_floyd_attention_grad import FUSED_FLOYD_ATTENTION_GRAD
+    from npugrad.ops.grid_sampler_2d_backward import GRID_SAMPLER_2D_BACKWARD
+    from npugrad.ops.grid_sampler_3d_backward import GRID_SAMPLER_3D_BACKWARD
+    from npugrad.ops.group_norm_backward import GROUP_NORM_BACKWARD
+    from npugrad.ops.layer_norm_backward import LAYER_NORM_BACKWARD
+    from npugrad.ops.multi_scale_deformable_attention_grad import MULTI_SCALE_DEFORMABLE_ATTENTION_GRAD
+
+_NAMES = (
+    "multi_scale_deformable_attention_grad",
+    "grid_sampler_2d_backward",
+    "group_norm_backward",
+    "fused_floyd_attention_grad",
+    "layer_norm_backward",
+    "grid_sampler_3d_backward",
+)
+"""Modules of this package; the record of each has its name in capitals."""
+
+
+class Records(Mapping[str, "OpRecord"]):
+    """Operator records by name, which are known before anything is loaded.
+
+    Thread safety: any number of threads may ask for records.
+    """
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        """Loads nothing."""
+        self._names = names
+        self._loaded: dict[str, OpRecord] = {}
+
+    def __getitem__(self, name: str) -> OpRecord:
+        """The record, which is loaded at the first time: some milliseconds."""
+        record = self._loaded.get(name)
+        if record is None:
+            if name not in self._names:
+                raise KeyError(name)
+            module = import_module(f"npugrad.ops.{name}")
+            record = self._loaded[name] = cast("OpRecord", getattr(module, name.upper()))
+        return record
+
+    def __contains__(self, name: object) -> bool:
+        """Whether there is such an operator; loads nothing."""
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        """The names; loads nothing."""
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        """Number of operators; loads nothing."""
+        return len(self._names)
+
+    def load(self) -> None:
+        """Loads every record: for programs that have an event loop or forks, before either."""
+        for name in self._names:
+            self[name]
+
+
+OPERATORS = Records(_NAMES)
 """Every operator by name."""
 
 

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
     from npugrad.errors import Source, Violation
     from npugrad.meta import CallMeta
-    from npugrad.operator import OpRecord, Verdict
+    from npugrad.operator import OpRecord
+    from npugrad.validation import Verdict
     from npugrad_server.rpc.funnel import Funnel, RpcCall
     from npugrad_server.rpc.register import Handler
 

@@ -55,6 +55,7 @@ if TYPE_CHECKING:
 
 EXIT_DEVICE_LOST = 70
 """Exit status after the device was lost; only for logs, as the pool was told before."""
+OPERATORS.load()  # now, and not while a call waits
 _MAX_REASON = 2000
 _NO_CALL = 0
 """In place of a call's number: the device failed in a canary."""

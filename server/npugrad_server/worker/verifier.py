@@ -40,6 +40,9 @@ NAME = "verifier"
 """Takes the place of a worker's device name."""
 
 
+OPERATORS.load()  # now, and not while a call waits
+
+
 @dataclass
 class _Reference:
     """The references, which read the operands here and take any layout."""

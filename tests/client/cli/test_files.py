@@ -11,7 +11,7 @@ import pytest
 
 from npugrad import OPERATORS, TensorMeta
 from npugrad.dtypes import DATA_DTYPES, DType
-from npugrad_client._cli import files
+from npugrad_client._cli import files, terminal
 from npugrad_client._cli.files import FileError
 
 NORM = OPERATORS["group_norm_backward"]
@@ -258,4 +258,4 @@ def test_a_place_that_cannot_be_written_is_told_before_the_call(tmp_path: Path) 
     with pytest.raises(FileError, match=r"out\.npz: cannot be written"):
         files.results_path(tmp_path / "out.npz")
     with pytest.raises(FileError, match=r"out\.npz: cannot be written: Is a directory"):
-        files.write_text(tmp_path / "out.npz", "")
+        terminal.write_text(tmp_path / "out.npz", "")
