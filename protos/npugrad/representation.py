@@ -38,12 +38,13 @@ def in_lines(name: str, parts: Iterable[str]) -> str:
     return "\n".join([*lines, line if texts else f"{line})"])
 
 
-def short_repr(record: Any) -> str:
+def short_repr(self: Any) -> str:
     """As `__repr__` of a dataclass: all fields, in three lines, with long values truncated as that takes."""
-    shown = {each.name: repr(getattr(record, each.name)) for each in fields(record)}
+    shown = {each.name: repr(getattr(self, each.name)) for each in fields(self)}
+    text = ""
     for most in _VALUE_CHARACTERS:
         parts = [f"{name}={shortened(value, most)}" for name, value in shown.items()]
-        text = in_lines(type(record).__name__, parts)
+        text = in_lines(type(self).__name__, parts)
         if text.count("\n") < _LINES:
             break
     return text

@@ -543,8 +543,11 @@ _BOUNDS = {
     "greater_than": "expected more than {gt:g}",
     "greater_than_equal": "expected at least {ge:.15g}",
     "less_than_equal": "expected at most {le:.15g}",
+    "int_parsing": "expected an integer",
+    "float_parsing": "expected a number",
+    "bool_parsing": "expected true or false",
 }
-"""Our wording for bounds of numbers."""
+"""Our wording for numbers and flags."""
 
 
 def _validated(values: dict[str, Any], origins: dict[str, str], problems: list[str]) -> ServerSettings:

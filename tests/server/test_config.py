@@ -92,6 +92,14 @@ def test_all_wrong_values_are_told_at_once_and_the_others_stay_usable(toml: Path
     assert caught.value.usable.settings.max_queue_depth == 256
 
 
+def test_values_that_are_no_numbers_or_flags_are_told_in_our_words() -> None:
+    assert problems({"max_queue_depth": "many", "drain_timeout_s": "soon", "insecure": "perhaps"}) == (
+        "insecure: found 'perhaps'; expected true or false (from flag)",
+        "max_queue_depth: found 'many'; expected an integer (from flag)",
+        "drain_timeout_s: found 'soon'; expected a number (from flag)",
+    )
+
+
 def test_settings_that_go_together_are_compared() -> None:
     """A grace goes with an age; the front's memory has room for the largest call."""
     both = load_settings({"max_connection_age_s": "60", "max_connection_age_grace_s": "9"}).settings

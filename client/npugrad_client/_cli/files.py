@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from npugrad.attributes import KINDS, Scalar
 from npugrad.meta import TensorMeta
+from npugrad.usage import instead
 from npugrad_client._cli.terminal import FileError as FileError
 
 if TYPE_CHECKING:
@@ -123,9 +124,7 @@ def parse_attrs(record: OpRecord, texts: Sequence[str]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for name, text in map(_pair, texts):
         if name not in known:
-            raise FileError(
-                f"--attr {name}: unknown; {record.name} has {', '.join(known) or 'no attributes'}"
-            )
+            raise FileError(f"--attr {name}: {record.name} has no such attribute; {instead(name, known)}")
         values[name] = _parse_attr(known[name], text)
     return values
 
