@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from typing import TYPE_CHECKING, Any
 
@@ -229,3 +230,44 @@ def test_nothing_is_said_of_gradients_where_autograd_is_off(
         client.group_norm_backward(**wanting_gradients)
         client.submit.group_norm_backward(**wanting_gradients).result()
         client.run_many(client.group_norm_backward, [wanting_gradients])
+
+
+# ------------------------------------------------------------------------------------------- PyTorch
+
+
+@pytest.mark.torch
+def test_the_functions_for_pytorch_say_what_is_wrong() -> None:
+    torch = pytest.importorskip("torch")
+    functions: Any = importlib.import_module("npugrad_client.torch")
+    attend, one = functions.fused_floyd_attention, torch.ones(1)
+    with Client(HERE, retry=None) as client:
+        mistakes: tuple[tuple[Callable[[], Any], str], ...] = (
+            (lambda: functions.remote(HERE), "remote: client: found str; expected a Client"),
+            (
+                lambda: functions.remote(client, timeout=5),
+                "remote: unknown argument 'timeout'; did you mean 't",
+            ),
+            (lambda: functions.remote(client, timeout_s="5"), "timeout_s: found '5' (str); expected seconds"),
+            (lambda: functions.remote(client, priority=101), "priority: found 101; expected -100 to 100"),
+            (
+                lambda: functions.drop_in(client, policy="faster"),
+                "drop_in: unknown argument 'policy'; known ",
+            ),
+            (lambda: functions.Policies(on_refuse="warn"), "Policies: unknown argument 'on_refuse'; did you"),
+            (
+                lambda: functions.Policies(min_bytes="1"),
+                "Policies: min_bytes: found '1' (str); expected 0 or",
+            ),
+            (
+                lambda: attend(one, client=client),
+                "fused_floyd_attention: found nothing for key1, value1, key2,",
+            ),
+            (
+                lambda: attend(*[one] * 5, client=client, policies="local"),
+                "policies: found str; expected Pol",
+            ),
+        )
+        for way, told in mistakes:
+            with pytest.raises(UsageError) as caught:
+                way()
+            assert str(caught.value).startswith(told)
