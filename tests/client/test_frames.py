@@ -29,7 +29,7 @@ from npugrad.frames import Chunk, frame_decoder
 from npugrad.layout import view
 from npugrad.operator import OpRecord
 from npugrad.registry import REGISTRY
-from npugrad.v1 import backward_pb2, server_pb2
+from npugrad.v1 import backward_pb2, operators_pb2, server_pb2
 from npugrad_client import _frames, _info
 from npugrad_client._attempt import Attempt
 from npugrad_client._call import Answer, Prepared, prepare
@@ -420,7 +420,8 @@ def test_compressed_replies_are_refused_and_huge_ones_asked_for_in_pieces(make: 
 
 
 def test_what_a_server_says_cannot_command_a_terminal() -> None:
-    reply = server_pb2.GetServerInfoResponse(product=1, operators=["a\x1b[31m"], versions={"torch": "\x9b1"})
+    reply = server_pb2.GetServerInfoResponse(operators=["a\x1b[31m"], versions={"torch": "\x9b1"})
+    reply.product = operators_pb2.PRODUCT_ATLAS_A2
     reply.devices.add(name="npu:0", description="line\nline\t\x00")
     found = _info.decode_server_info(reply)
     assert found.operators == ("a\\x1b[31m",)

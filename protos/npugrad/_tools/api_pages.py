@@ -39,7 +39,13 @@ _AFTER = {"Client": _OF_CLIENT, "AsyncClient": _OF_CLIENT.replace("a method", "a
 
 @cache
 def _parsed(path: Path) -> list[ast.stmt]:
-    return ast.parse(path.read_text("utf-8")).body
+    """The statements of a module, with what it imports for type checkers, or on demand."""
+    parsed = ast.parse(path.read_text("utf-8")).body
+    return [each for node in parsed for each in (node.body if _is_for_types(node) else [node])]  # type: ignore[attr-defined]
+
+
+def _is_for_types(node: ast.stmt) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
 
 
 def _file_of(module: str) -> Path:
