@@ -74,7 +74,7 @@ def test_it_tells_what_each_operator_takes_here_and_there(server: ServerProcess,
 def test_a_person_gets_a_table_and_sentences(
     server: ServerProcess, script: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(terminal.out, "width", 200)
+    monkeypatch.setattr(terminal.out(), "width", 200)
     ran = run("advise", script(MODEL + STEPS), target=server.address)
     assert ran.exit_code == 0, ran.output
     lines = ran.stdout.splitlines()
@@ -88,7 +88,7 @@ def test_a_person_gets_a_table_and_sentences(
     assert lines[-2].startswith("With all of these sent, it would take about ")
     ends = ("Send nothing: every operator is faster here.", "Sending only those that save time")
     assert lines[-1].startswith(ends)
-    monkeypatch.setattr(terminal.out, "width", 80)  # a narrow terminal gets every number
+    monkeypatch.setattr(terminal.out(), "width", 80)  # a narrow terminal gets every number
     ran = run("advise", script(MODEL + STEPS), target=server.address)
     assert "advice" in ran.stdout
     assert "\N{HORIZONTAL ELLIPSIS}" not in ran.stdout
