@@ -42,6 +42,7 @@ app = typer.Typer(
     name="npugrad",
     help="Ascend backward operators as a service: call, validate, explain, measure.",
     no_args_is_help=True,
+    rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench.app, name="bench")

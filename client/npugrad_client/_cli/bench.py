@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from npugrad_client.bench.result import Result
     from npugrad_client.bench.scenario import Scenario
 
-app = typer.Typer()
+app = typer.Typer(rich_markup_mode=None)
 
 _EXTRA = "the extra `bench`: pip install '.[bench]' in a checkout of npugrad"
 

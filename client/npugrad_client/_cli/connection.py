@@ -22,8 +22,6 @@ AT_ONCE = RetryPolicy(retry_for_s=0)
 REACH = RetryPolicy(reach_for_s=5.0)
 """For other commands: somebody waits for them, who may have mistyped the address."""
 
-_TLS_PANEL = "TLS"
-
 Targets = Annotated[
     list[str],
     typer.Option(
@@ -39,7 +37,6 @@ Encrypted = Annotated[
         "--tls",
         envvar="NPUGRAD_CLIENT_TLS",
         help="Encrypt; trust the system's certificate authorities, or --tls-ca.",
-        rich_help_panel=_TLS_PANEL,
     ),
 ]
 Authority = Annotated[
@@ -48,7 +45,6 @@ Authority = Annotated[
         "--tls-ca",
         envvar="NPUGRAD_CLIENT_TLS_CA",
         help="PEM file of the server's certificate authority.",
-        rich_help_panel=_TLS_PANEL,
     ),
 ]
 Certificate = Annotated[
@@ -57,7 +53,6 @@ Certificate = Annotated[
         "--tls-certificate",
         envvar="NPUGRAD_CLIENT_TLS_CERTIFICATE",
         help="PEM file of the client certificate, for mutual TLS.",
-        rich_help_panel=_TLS_PANEL,
     ),
 ]
 Key = Annotated[
@@ -66,7 +61,6 @@ Key = Annotated[
         "--tls-key",
         envvar="NPUGRAD_CLIENT_TLS_KEY",
         help="PEM file of its private key.",
-        rich_help_panel=_TLS_PANEL,
     ),
 ]
 
