@@ -27,6 +27,7 @@ import numpy as np
 
 import npugrad_client as _client
 from npugrad import OPERATORS
+from npugrad._tools.api_pages import statements
 from npugrad_client import AsyncClient, Client
 
 PACKAGES = {
@@ -74,7 +75,7 @@ def parsed(module: str) -> ast.Module:
         path = root.joinpath(*module.split("."))
         for file in (path.with_suffix(".py"), path / "__init__.py"):
             if file.is_file():
-                return ast.parse(file.read_text(encoding="utf-8"))
+                return ast.Module(statements(file), [])
     raise LookupError(f"{module} is not one of the project's modules")
 
 
@@ -116,7 +117,10 @@ def methods(found: Documented) -> Iterator[tuple[str, Documented]]:
     assert isinstance(found.node, ast.ClassDef)
     for base in found.node.bases:
         name = ast.unparse(base)
-        if name not in ("ABC", "Exception", "ValueError", "Protocol") and "[" not in name:
+        if (
+            name not in ("ABC", "Exception", "RuntimeError", "TypeError", "ValueError", "Protocol")
+            and "[" not in name
+        ):
             yield from methods(find(found.module, name))
     for node in found.node.body:
         if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) or node.name.startswith("_"):

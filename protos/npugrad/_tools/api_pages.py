@@ -38,7 +38,7 @@ _AFTER = {"Client": _OF_CLIENT, "AsyncClient": _OF_CLIENT.replace("a method", "a
 
 
 @cache
-def _parsed(path: Path) -> list[ast.stmt]:
+def statements(path: Path) -> list[ast.stmt]:
     """The statements of a module, with what it imports for type checkers, or on demand."""
     parsed = ast.parse(path.read_text("utf-8")).body
     return [each for node in parsed for each in (node.body if _is_for_types(node) else [node])]  # type: ignore[attr-defined]
@@ -64,7 +64,7 @@ def public_names(module: str) -> list[str]:
 
 
 def _all_of(module: str) -> list[str]:
-    for node in _parsed(_file_of(module)):
+    for node in statements(_file_of(module)):
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             return list(ast.literal_eval(node.value))
     raise LookupError(f"{module}: found no __all__")
@@ -72,7 +72,7 @@ def _all_of(module: str) -> list[str]:
 
 def _summary(module: str, name: str) -> str:
     """The first sentence of the docstring of a name, which the module defines or imports."""
-    body = _parsed(_file_of(module))
+    body = statements(_file_of(module))
     for node, after in zip(body, [*body[1:], None], strict=True):
         if isinstance(node, ast.ImportFrom):
             for imported in node.names:
