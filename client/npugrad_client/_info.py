@@ -13,7 +13,7 @@ from npugrad.ops import get_operator
 from npugrad.products import Product, product_from_name, product_from_wire
 from npugrad.recipe import Recipe
 from npugrad.registry import REGISTRY, Registry
-from npugrad.representation import Shown, counted, html_table, in_lines, make_printable, some
+from npugrad.representation import Shown, counted, html_table, in_lines, some
 from npugrad.v1 import server_pb2
 from npugrad.validation import Verdict, make_call, validate_call
 from npugrad_client import _arrays
@@ -126,12 +126,13 @@ class ServerInfo:
         """Version, product, devices and load; ``npugrad info`` and the attributes show the rest."""
         devices = [f"{device.name} {device.state}" for device in self.devices]
         state = "draining" if self.draining else "serving"
-        parts = [f"npugrad {self.version} for {self.product}", f"{state} for {self.uptime_s:.0f} s"]
-        parts += [
+        parts = [
+            f"npugrad {self.version} for {self.product}",
+            f"{state} for {self.uptime_s:.0f} s",
             f"devices: {some(devices, 3, '.devices') or 'none'}",
             counted(len(self.operators), "operator"),
+            f"{self.queue_depth} of {self.limits.max_queue_depth} calls waiting",
         ]
-        parts.append(f"{self.queue_depth} of {self.limits.max_queue_depth} calls waiting")
         return in_lines("ServerInfo", parts)
 
     def _repr_html_(self) -> str:
@@ -310,7 +311,6 @@ def _known(
 
 def decode_verdict(response: validation_pb2.ValidateResponse) -> Verdict:
     """Decodes the verdict of a server; raises NpugradError if it is malformed."""
-    make_printable(response)
     try:
         outputs: dict[str, TensorMeta | None] = {
             o.name: codec.decode_meta(o.meta, "validate", o.name) if o.HasField("meta") else None
@@ -337,7 +337,6 @@ def _sources(messages: Any) -> tuple[Source, ...]:
 
 def decode_server_info(response: server_pb2.GetServerInfoResponse) -> ServerInfo:
     """Decodes the description of a server; raises NpugradError if its product is unknown here."""
-    make_printable(response)
     product = product_from_wire(response.product)
     if product is None:
         raise NpugradError(
@@ -378,7 +377,6 @@ def encode_list(product: Product | str | None) -> server_pb2.ListOperatorsReques
 
 def decode_operators(response: server_pb2.ListOperatorsResponse) -> tuple[OperatorInfo, ...]:
     """Decodes the list of operators."""
-    make_printable(response)
     return tuple(
         OperatorInfo(
             name=o.name,

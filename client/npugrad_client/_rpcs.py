@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from npugrad.representation import make_printable
 from npugrad_client._channels import grpc_timeout
 from npugrad_client._older import VERSION_REQUEST, asked_operator
 from npugrad_client._retry import RetrySchedule
@@ -51,7 +52,8 @@ class Query:
         return self._request
 
     def read(self, reply: Any, attempt: Attempt) -> Any:
-        """Returns the answer from the reply."""
+        """Returns the answer from the reply, whose text cannot command a terminal."""
+        make_printable(reply)
         return reply
 
 

@@ -34,6 +34,7 @@ from npugrad_client import _frames, _info
 from npugrad_client._attempt import Attempt
 from npugrad_client._call import Answer, Prepared, prepare
 from npugrad_client._frames import read_response
+from npugrad_client._rpcs import Query
 
 Frames = list[backward_pb2.ExecuteResponse]
 Lie = Callable[[Frames], Frames]
@@ -423,7 +424,8 @@ def test_what_a_server_says_cannot_command_a_terminal() -> None:
     reply = server_pb2.GetServerInfoResponse(operators=["a\x1b[31m"], versions={"torch": "\x9b1"})
     reply.product = operators_pb2.PRODUCT_ATLAS_A2
     reply.devices.add(name="npu:0", description="line\nline\t\x00")
-    found = _info.decode_server_info(reply)
+    query = Query("server_info", _info.SERVER_INFO_REQUEST)
+    found = _info.decode_server_info(query.read(reply, Attempt("server_info", "here")))
     assert found.operators == ("a\\x1b[31m",)
     assert found.versions == {"torch": "\\x9b1"}
     assert found.devices[0].description == "line\nline\\t\\x00"
