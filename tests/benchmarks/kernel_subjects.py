@@ -14,6 +14,7 @@ from npugrad.layout import view
 from npugrad.meta import CallMeta
 from npugrad.ops import get_operator
 from npugrad_server.backends.cpu.backend import thread_count
+from npugrad_server.backends.cpu.calls import Block
 from npugrad_server.backends.cpu.kernels import Kernels
 from npugrad_server.pool.arena import OutputArena
 from npugrad_server.pool.regions import RegionAllocator, aligned
@@ -45,11 +46,11 @@ class FreshKernelCall(_InProcess):
 
     def on(self, case: Mapping[str, Any], call: CallMeta, operands: Operands) -> Call:
         """One call into new arrays."""
-        record = get_operator(case["operator"])
+        record, spare = get_operator(case["operator"]), list[Block]()
 
         def in_process() -> Mapping[str, Array]:
             outputs = empty_outputs(case, call)
-            self._kernels.run(record, operands, call.attrs, outputs)
+            self._kernels.run(record, operands, call.attrs, outputs, spare=spare)
             return outputs
 
         return in_process
@@ -63,7 +64,7 @@ class KernelCall(_InProcess):
 
     def on(self, case: Mapping[str, Any], call: CallMeta, operands: Operands) -> Call:
         """One call into the arena."""
-        record = get_operator(case["operator"])
+        record, spare = get_operator(case["operator"]), list[Block]()  # as the service keeps them
         metas = results_of(case, call)
         offsets, nbytes = {}, 0
         for name, meta in metas.items():
@@ -83,7 +84,7 @@ class KernelCall(_InProcess):
             outputs = {
                 name: view(meta, buffer, region.offset + offsets[name]) for name, meta in metas.items()
             }
-            self._kernels.run(record, operands, call.attrs, outputs)
+            self._kernels.run(record, operands, call.attrs, outputs, spare=spare)
             regions.free(region)
             return outputs
 

@@ -15,7 +15,7 @@ from npugrad import OPERATORS
 from npugrad.dtypes import DType, dtype_from_name
 from npugrad.meta import CallMeta
 from npugrad.operator import AttrParam
-from npugrad_server.backends.cpu.calls import Block, Layout
+from npugrad_server.backends.cpu.calls import Block, Layout, _data_of
 from npugrad_server.backends.cpu.kernels import Kernels
 
 NORM = OPERATORS["group_norm_backward"]
@@ -125,6 +125,15 @@ def test_strides_that_c_cannot_take_are_refused(kernels: Kernels) -> None:
     for array in (inputs["input"][..., ::-1], odd):
         with pytest.raises(ValueError, match="found strides that are negative or no multiple"):
             kernels.run(NORM, {**inputs, "input": array}, call.attrs, outputs)
+
+
+def test_the_address_of_any_array_is_where_its_data_lie() -> None:
+    whole = np.zeros((4, 6, 8), np.float32)
+    frozen = whole.copy()
+    frozen.flags.writeable = False
+    shared = np.frombuffer(memoryview(bytearray(64)), np.uint8)
+    for array in (whole, whole[1:, ::2, 3:], frozen, frozen[2], np.zeros((0, 3)), np.array(1.0), shared):
+        assert _data_of(array) == array.ctypes.data
 
 
 def test_attributes_come_in_three_lists_and_arrays_in_place() -> None:
