@@ -308,10 +308,11 @@ class App:
             names.append(str(descriptor.full_name))
         backward_name = self._registry.backward.full_name
         operators = {f"{backward_name}/{operator}": operator for operator in self._registry.records}
-        self._health = Health(names, settings.liveness_down_limit_s, operators)
+        queries = self._funnel.queries
+        self._health = Health(names, settings.liveness_down_limit_s, operators, queries)
         self._pages.show_state(self._health, self.pool)
         names.append(register_health(self._server, self._health))
-        register_reflection(self._server, names)
+        register_reflection(self._server, names, queries)
         self._server.add_generic_rpc_handlers((OtherContracts(_SERVER_SERVICE.file.package),))
 
     def _device_changed(self) -> None:

@@ -154,8 +154,9 @@ class ServerSettings(BaseSettings):
     max_calls: int = Field(
         default=1024,
         ge=1,
-        description="Calls in progress at once, including those whose reply has not been read yet; more "
-        "get QUEUE_FULL. Health and reflection share a separate limit of the same size.",
+        description="Calls in progress at once, until they are answered; more get QUEUE_FULL. Tenants share "
+        "these places by weight: a call of one that has fewer ends one of the tenant that has most. "
+        "GetServerInfo, ListOperators, health checks and reflection have as many places of their own.",
     )
     max_streams_per_connection: int = Field(
         default=256,

@@ -6,6 +6,7 @@ One is in `make test` where it is cheap and nothing else shows the same.
 from __future__ import annotations
 
 import socket
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from tests.deploy.prometheus_tools import program
 from tests.e2e.harness import run_victim
 from tests.e2e.load import mixed_work
 from tests.edge_calls import KINDS, MUTANTS, SAMPLERS
+from tests.fix_server import run_server
 from tests.proofs import (
     canaries,
     edges,
@@ -142,6 +144,13 @@ def test_slow_streams_cost_a_neighbour_no_call(tmp_path: Path) -> None:
     assert found.beside.calls >= 40
     assert not found.beside.failed
     assert found.held == (0, 0)
+
+
+@pytest.mark.parametrize("count", [1, deep(len(slow_streams.IDLE))])
+def test_idle_streams_cost_others_no_call(count: int, tmp_path: Path) -> None:
+    with run_server(tmp_path / "log", "--max-calls", "40", devices=slow_streams.DEVICES) as server:
+        rows = slow_streams.idle_rows(server, 50, 0.0, 3)
+        assert not [str(row) for row in islice(rows, count) if row.failed]
 
 
 @pytest.mark.parametrize(("count", "drawn"), [(500, 30), deep(2000, 60)])

@@ -58,6 +58,8 @@ _TENANT_PART = 0.75
 _MOVED_PART = 0.5
 """Fraction of the memory for results that left their device's arena unread: other calls need some as well."""
 _TICK_S = 0.5
+_ENDED_AT_ONCE = 16
+"""Calls that are ended in one go: hundreds of them would hold up everybody's."""
 _RETRY_AFTER_S = 0.5
 _MOST_BYTES = 4 * 2**30
 """Upper limit of the default, however much memory the host has."""
@@ -301,9 +303,11 @@ class FrontMemory:
         Returns:
             Peers that did not take a reply in time.
         """
+        left = _ENDED_AT_ONCE
         for room, waiter in self._waiting.items():
-            if not room.done() and now_s - waiter.since_s > _PATIENCE_S:
+            if left and not room.done() and now_s - waiter.since_s > _PATIENCE_S:
                 room.set_exception(self._refusal("request", waiter.call, waiter.nbytes))
+                left -= 1
         pressed = bool(self._waiting) or now_s < self._pressed_until_s
         pressed = pressed or self.used_bytes > _PRESSED_FROM * self.limits.memory_bytes
         peers = set()
@@ -312,12 +316,15 @@ class FrontMemory:
                 if now_s - call.answered_s > self._reply_s(call, pressed):
                     peers.add(call.context.peer())
                     self._drop("reply", call, now_s - call.answered_s)
+            elif not left or call.failure is not None:
+                continue
             elif call.is_slow is not None:
-                if pressed and call.failure is None and call.is_slow():
+                if pressed and call.is_slow():
+                    left -= 1
                     self._drop("reply" if call.reply_bytes else "request", call, now_s - call.marks[0][1])
                     call.end(_slow(call))
-            elif call.reading_s is not None and call.failure is None:
-                self._end_late(call, now_s - call.reading_s, pressed)
+            elif call.reading_s is not None:
+                left -= self._end_late(call, now_s - call.reading_s, pressed)
         return peers
 
     def _reply_s(self, call: RpcCall, pressed: bool) -> float:
@@ -325,9 +332,9 @@ class FrontMemory:
             return _PRESSED_FAREWELL_S if pressed else _FAREWELL_S
         return _PRESSED_REPLY_S if pressed else self.limits.reply_timeout_s
 
-    def _end_late(self, call: RpcCall, seconds: float, pressed: bool) -> None:
+    def _end_late(self, call: RpcCall, seconds: float, pressed: bool) -> bool:
         if seconds <= (_PRESSED_MESSAGE_S if pressed else self.limits.upload_timeout_s):
-            return
+            return False
         self._drop("request", call, seconds)
         text = f"{call.method}: the request had not arrived completely after {seconds:.1f} s"
         call.end(
@@ -335,6 +342,7 @@ class FrontMemory:
             if pressed
             else DeadlineExceeded(text)
         )
+        return True
 
     def _drop(self, what: str, call: RpcCall, seconds: float) -> None:
         self.dropped[what] += 1

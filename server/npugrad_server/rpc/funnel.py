@@ -23,12 +23,13 @@ import grpc
 import grpc.aio
 
 from npugrad.error_table import RUNTIME_ERROR
-from npugrad.errors import MalformedRequest, NpugradError, OperatorError, ServerBusy
+from npugrad.errors import MalformedRequest, NpugradError, OperatorError
 from npugrad.status import encode_status, grpc_status_name
 from npugrad.timeline import TIMELINE_KEY
 from npugrad_server.logs import get_logger, log_later
 from npugrad_server.rpc.call_log import call_fields, error_fields
 from npugrad_server.rpc.front_memory import FrontMemory
+from npugrad_server.rpc.open_calls import OpenCalls
 from npugrad_server.rpc.refusals import REFUSALS, RefusalLog
 from npugrad_server.rpc.register import Garbage
 from npugrad_server.rpc.rpc_call import RpcCall as RpcCall
@@ -64,6 +65,10 @@ class Funnel(grpc.aio.ServerInterceptor):
 
     Guarantees: every RPC whose handler has started is logged and counted once, and `settle` waits for all of
     them.
+
+    Attributes:
+        queries: Places of calls about the server, health and reflection: there are some, however many others
+            work.
     """
 
     def __init__(
@@ -86,32 +91,13 @@ class Funnel(grpc.aio.ServerInterceptor):
         self._memory = memory or FrontMemory()
         self._active: dict[asyncio.Task[Any], RpcCall | None] = {}
         self._unanswered: set[asyncio.Task[Any]] = set()
-        self._others: set[asyncio.Task[Any]] = set()
+        self._calls, self.queries = OpenCalls(self._memory), OpenCalls(self._memory)
 
     async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
-        """Tracks the RPC's task; those of health and reflection RPCs apart, because they may never end."""
-        task, method = asyncio.current_task(), handler_call_details.method
-        is_ours = method.startswith(_OURS)
-        if is_ours:
-            self._follow(task)
-        elif task is not None:
-            self._others.add(task)
-            task.add_done_callback(self._others.discard)
-        handler = await continuation(handler_call_details)
-        found, limit = len(self._active if is_ours else self._others), self._memory.limits.calls
-        if found <= limit or handler is None:
-            return handler
-        return self._full(method.rpartition("/")[2] if is_ours else "other", found, limit)
-
-    def _full(self, method: str, found: int, limit: int) -> Any:
-        """A handler that refuses a call before reading anything of it."""
-
-        async def refuse(_: list[Any], call: RpcCall) -> Any:
-            call.memory.refused["slot"] += 1
-            text = f"{method}: found {found} calls in progress; expected at most {limit} (setting max_calls)"
-            raise ServerBusy(text, retry_after_s=1.0)
-
-        return grpc.stream_stream_rpc_method_handler(self._handler(method, refuse))
+        """Tracks the RPC's task, but not those of health and reflection RPCs, which may never end."""
+        if handler_call_details.method.startswith(_OURS):
+            self._follow(asyncio.current_task())
+        return await continuation(handler_call_details)
 
     def calls(self) -> list[RpcCall]:
         """RPCs in progress whose handlers have started, including those whose reply is not taken yet."""
@@ -142,10 +128,10 @@ class Funnel(grpc.aio.ServerInterceptor):
             if not self._active:
                 return
 
-    def unary(self, method: str, handler: UnaryHandler) -> Handler:
+    def unary(self, method: str, handler: UnaryHandler, places: OpenCalls | None = None) -> Handler:
         """The gRPC handler of a unary RPC, for `register`: it reads the message, once there is room."""
         begin = lambda box, call: handler(sane(box.pop()), call)  # noqa: E731
-        return _asynchronous(self._handler(method, begin, is_unary=True))
+        return _asynchronous(self._handler(method, begin, is_unary=True, places=places))
 
     def stream(self, method: str, handler: StreamHandler) -> Handler:
         """The gRPC handler of a bidirectional RPC, which reads and writes frames itself."""
@@ -157,6 +143,7 @@ class Funnel(grpc.aio.ServerInterceptor):
         begin: Callable[[list[Any], RpcCall], Awaitable[Any]],
         *,
         is_unary: bool = False,
+        places: OpenCalls | None = None,
     ) -> Handler:
         """The gRPC handler of an RPC.
 
@@ -164,8 +151,9 @@ class Funnel(grpc.aio.ServerInterceptor):
             method: Its name.
             begin: Answers it, given a box with its message and the call.
             is_unary: Whether its one message is read first.
+            places: Where it takes a place, if not among the calls that work.
         """
-        memory = self._memory
+        memory, places = self._memory, places or self._calls
         incoming_bytes = memory.limits.incoming_bytes(is_streamed=not is_unary)
 
         async def handle(_: Any, context: Context) -> Any:
@@ -175,6 +163,7 @@ class Funnel(grpc.aio.ServerInterceptor):
             box: list[Any] = []
             try:
                 call.tenant = self._identities.tenant_of(context)
+                places.enter(call)
                 if not memory.arrive(call, incoming_bytes):
                     await memory.wait_for_room(call, incoming_bytes)
                 if is_unary:
@@ -193,11 +182,10 @@ class Funnel(grpc.aio.ServerInterceptor):
                 status = self._failed(call, error)
                 traceback.clear_frames(error.__traceback__)
             else:
-                named = (REQUEST_ID_KEY, call.request_id)
-                told = (TIMELINE_KEY, call.timeline)
-                context.set_trailing_metadata((named, told) if call.timeline else (named,))
-                self._answered(call, "OK", "OK", None)
+                self._succeeded(call)
                 return answer
+            finally:
+                places.leave(call)
             memory.failed(call)
             # Outside the except block, or the error would become the context of the abort.
             await _abort(call, status)
@@ -205,21 +193,23 @@ class Funnel(grpc.aio.ServerInterceptor):
 
         return handle
 
+    def _succeeded(self, call: RpcCall) -> None:
+        named, told = (REQUEST_ID_KEY, call.request_id), (TIMELINE_KEY, call.timeline)
+        call.context.set_trailing_metadata((named, told) if call.timeline else (named,))
+        self._answered(call, "OK", "OK", None)
+
     def _cancelled(self, call: RpcCall) -> Status:
         """The status of a call that the server ended while it waited for its caller.
 
         Raises:
             asyncio.CancelledError: The caller ended it: nobody waits for the answer.
         """
-        if call.failure is None:
-            # A passed deadline arrives as a cancellation, too.
-            reason = "DEADLINE_EXCEEDED" if call.is_late else "CANCELLED"
-            self._answered(call, reason, reason, None)
-            raise asyncio.CancelledError
-        uncancel = getattr(call.task, "uncancel", None)  # since Python 3.11
-        if uncancel is not None:
-            uncancel()
-        return self._failed(call, call.failure)
+        if call.was_ended():
+            return self._failed(call, cast("NpugradError", call.failure))
+        # A passed deadline arrives as a cancellation, too.
+        reason = "DEADLINE_EXCEEDED" if call.is_late else "CANCELLED"
+        self._answered(call, reason, reason, None)
+        raise asyncio.CancelledError
 
     def _arrive(self, method: str, context: Context) -> RpcCall:
         call = RpcCall(

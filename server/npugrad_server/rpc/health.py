@@ -12,19 +12,22 @@ needs, so that one client that does not read could hold up a drain, and its watc
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2
-from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from npugrad_server.pool import DeviceState
+from npugrad_server.rpc.front_memory import FrontMemory
+from npugrad_server.rpc.open_calls import OpenCalls
 from npugrad_server.rpc.register import Garbage, register
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import AsyncIterator, Iterable, Mapping
 
     from google.protobuf.descriptor import ServiceDescriptor
 
@@ -34,6 +37,10 @@ if TYPE_CHECKING:
 
 LIVENESS = "liveness"
 """Service name of the process itself."""
+WATCHES = 2
+"""Watch streams of one connection; a client has one for each service that it watches."""
+UNIX_WATCHES = 1024
+"""Watch streams of all connections to a Unix socket, which gRPC does not tell apart."""
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 _UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
@@ -50,6 +57,7 @@ class Health:
         services: Iterable[str],
         down_limit_s: float | None = None,
         operators: Mapping[str, str] = MappingProxyType({}),
+        places: OpenCalls | None = None,
     ) -> None:
         """Starts as not serving, but alive.
 
@@ -58,6 +66,7 @@ class Health:
             down_limit_s: Seconds without a ready device after which the process is not alive, once a device
                 has been ready; the start has its own limits. None for never.
             operators: Operator by the service name it is checked under.
+            places: Where Check takes a place while its message comes; unbounded if None.
         """
         self._services, self._operators = ("", *services), operators
         self._status = dict.fromkeys((*self._services, *operators), _NOT_SERVING) | {LIVENESS: _SERVING}
@@ -67,6 +76,8 @@ class Health:
         self._draining = False
         self._closed = False
         self._changed = asyncio.Event()
+        self._places = places or OpenCalls(FrontMemory())
+        self._watches = Counter[str]()
 
     def update(self, devices: Iterable[DeviceStatus]) -> None:
         """Updates the statuses from the states of the devices."""
@@ -137,14 +148,30 @@ class Health:
 
     async def check(self, _: Any, context: Context) -> health_pb2.HealthCheckResponse:
         """Answers at once; NOT_FOUND for an unknown name."""
-        name = await _service(await context.read(), context)
+        async with self._places.place(context, "Check"):
+            request = await context.read()
+        name = await _service(request, context)
         if name not in self._status:
             await context.abort(grpc.StatusCode.NOT_FOUND, "unknown service")
         return health_pb2.HealthCheckResponse(status=self._status[name])
 
-    async def watch(self, request: Any, context: Context) -> None:
-        """Answers at once and at every change, until the server ends."""
-        name = await _service(request, context)
+    async def watch(self, _: Any, context: Context) -> None:
+        """Answers at once and at every change, until the server ends; at most `WATCHES` per connection."""
+        peer = context.peer()
+        found, most = self._watches[peer], WATCHES if peer.startswith("ip") else UNIX_WATCHES
+        if found >= most:
+            # To gRPC's clients, this status means a healthy server, and any other a dead one.
+            text = f"Watch: found {found} Watch streams on this connection; expected at most {most}"
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"{text}: use Check")
+        self._watches[peer] += 1
+        try:
+            await self._watch(await _service(await context.read(), context), context)
+        finally:
+            self._watches[peer] -= 1
+            if not self._watches[peer]:
+                del self._watches[peer]
+
+    async def _watch(self, name: str, context: Context) -> None:
         last = None
         while True:
             changed, status = self._changed, self._status.get(name, _UNKNOWN)
@@ -179,6 +206,20 @@ def register_health(server: grpc.aio.Server, health: Health) -> str:
     return str(service.full_name)
 
 
-def register_reflection(server: grpc.aio.Server, services: Iterable[str]) -> None:
-    """Adds server reflection for services and for itself."""
-    reflection.enable_server_reflection((*services, reflection.SERVICE_NAME), server)
+class _Reflection:
+    """The library's servicer, whose streams take places."""
+
+    def __init__(self, services: Iterable[str], places: OpenCalls) -> None:
+        self._servicer: Any = reflection.aio.ReflectionServicer(services)
+        self._places = places
+
+    async def ServerReflectionInfo(self, requests: Any, context: Context) -> AsyncIterator[Any]:
+        async with self._places.place(context, "ServerReflectionInfo"):
+            async for answer in self._servicer.ServerReflectionInfo(requests, context):
+                yield answer
+
+
+def register_reflection(server: grpc.aio.Server, services: Iterable[str], places: OpenCalls) -> None:
+    """Adds server reflection for services and for itself; its streams take places."""
+    add: Any = reflection_pb2_grpc.add_ServerReflectionServicer_to_server
+    add(_Reflection((*services, reflection.SERVICE_NAME), places), server)

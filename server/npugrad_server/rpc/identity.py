@@ -91,9 +91,14 @@ class Identities:
             )
         if names:
             return table.tenant("certificate", *names)
-        kind, _, rest = peer.partition(":")
-        host = rest.rpartition(":")[0] if kind in ("ipv4", "ipv6") else ""
-        return table.unlisted(f"{kind}:{host}" if host else kind)
+        return table.unlisted(host_of(peer))
+
+
+def host_of(peer: str) -> str:
+    """A peer without its port, such as ``"ipv4:10.0.0.7"``; the name of a tenant without an identity."""
+    kind, _, rest = peer.partition(":")
+    host = rest.rpartition(":")[0] if kind in ("ipv4", "ipv6") else ""
+    return f"{kind}:{host}" if host else kind
 
 
 def _names(facts: AuthContext) -> tuple[str, ...]:

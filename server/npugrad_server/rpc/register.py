@@ -140,7 +140,7 @@ _MAKE: dict[tuple[bool, bool], Any] = {
     # The same on the wire, except that the handler reads the message through the context: nothing is read of
     # a refused call, and nothing holds its message while its reply waits to be taken.
     (False, False): grpc.stream_unary_rpc_method_handler,
-    (False, True): grpc.unary_stream_rpc_method_handler,
+    (False, True): grpc.stream_stream_rpc_method_handler,
     (True, False): grpc.stream_unary_rpc_method_handler,
     (True, True): grpc.stream_stream_rpc_method_handler,
 }

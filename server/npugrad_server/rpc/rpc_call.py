@@ -99,6 +99,13 @@ class RpcCall:
         if self.task is not None:
             self.task.cancel()
 
+    def was_ended(self) -> bool:
+        """Whether `end` is what cancelled the task, which then goes on; to be asked once per cancellation."""
+        uncancel = getattr(self.task, "uncancel", None)  # since Python 3.11
+        if self.failure is not None and uncancel is not None:
+            uncancel()
+        return self.failure is not None
+
     def describe(self, call: CallMeta) -> None:
         """Records types, shapes and attributes for the log."""
         self.described = call

@@ -64,8 +64,8 @@ class ServerServicer:
     def handlers(self, funnel: Funnel) -> dict[str, Handler]:
         """Every method for `register`."""
         return {
-            "GetServerInfo": funnel.unary("GetServerInfo", self.get_server_info),
-            "ListOperators": funnel.unary("ListOperators", self.list_operators),
+            "GetServerInfo": funnel.unary("GetServerInfo", self.get_server_info, funnel.queries),
+            "ListOperators": funnel.unary("ListOperators", self.list_operators, funnel.queries),
         }
 
     async def get_server_info(

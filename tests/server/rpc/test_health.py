@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 from grpc_health.v1 import health_pb2
 
 from npugrad_server.pool import DeviceState, DeviceStatus
-from npugrad_server.rpc.health import LIVENESS, Health, register_health
+from npugrad_server.rpc.health import LIVENESS, WATCHES, Health, register_health
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 SERVICE = "npugrad.v1.BackwardService"
@@ -30,8 +31,8 @@ def become(health: Health, *states: DeviceState) -> None:
 class Caller:
     """A client of a Health behind a real socket."""
 
-    def __init__(self, channel: Any) -> None:
-        self._channel = channel
+    def __init__(self, channel: Any, target: str = "") -> None:
+        self._channel, self.target = channel, target
 
     def _method(self, name: str, kind: str) -> Any:
         return getattr(self._channel, kind)(
@@ -55,8 +56,9 @@ async def served(down_limit_s: float | None = None) -> AsyncIterator[tuple[Healt
     register_health(server, health)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-        yield health, Caller(channel)
+    target = f"127.0.0.1:{port}"
+    async with grpc.aio.insecure_channel(target) as channel:
+        yield health, Caller(channel, target)
     await server.stop(None)
 
 
@@ -102,7 +104,7 @@ async def test_watchers_see_each_change_and_end_with_the_server() -> None:
 
 async def test_a_watcher_that_does_not_read_holds_up_nobody() -> None:
     async with served() as (health, caller):
-        idle = [caller.watch() for _ in range(5)]
+        idle = [caller.watch() for _ in range(WATCHES)]
         for _ in range(2000):
             become(health, DeviceState.READY, DeviceState.DOWN)
             await asyncio.sleep(0)
@@ -110,6 +112,31 @@ async def test_a_watcher_that_does_not_read_holds_up_nobody() -> None:
         health.close()
         for answers in idle:
             answers.cancel()
+
+
+async def test_a_connection_has_some_watch_streams_and_its_clients_are_served_with_more() -> None:
+    """One that watches in vain takes the server for healthy: gateways have many clients on a connection."""
+    config = {"loadBalancingConfig": [{"round_robin": {}}], "healthCheckConfig": {"serviceName": ""}}
+    options = [("grpc.service_config", json.dumps(config))]
+    async with served() as (health, caller):
+        become(health, DeviceState.READY)
+        watching = [caller.watch() for _ in range(WATCHES)]
+        assert [await next_of(answers) for answers in watching] == [SERVING] * WATCHES
+        with pytest.raises(
+            grpc.aio.AioRpcError, match=r"found 2 Watch streams .* expected at most 2"
+        ) as told:
+            await next_of(caller.watch())
+        assert told.value.code() is grpc.StatusCode.UNIMPLEMENTED
+        async with grpc.aio.insecure_channel(caller.target, options) as channel:  # on the same connection
+            assert await Caller(channel).check("") == [SERVING]
+        watching[0].cancel()
+        while True:  # its end has arrived with a later call at the latest
+            try:
+                assert await next_of(caller.watch()) == SERVING
+                break
+            except grpc.aio.AioRpcError:
+                await caller.check("")
+        health.close()
 
 
 async def test_liveness_ends_when_no_device_has_been_ready_for_too_long_and_comes_back_with_one() -> None:
