@@ -306,7 +306,7 @@ prove-overload: $(STAMP_KERNELS) ## Three tenants send five times what the devic
 	$(BIN)/python -m tests.proofs.overload $(ARGS)
 
 .PHONY: prove-slow-streams
-prove-slow-streams: $(STAMP_KERNELS) ## Measure a neighbour next to 300 slow uploads and an unread reply of 128 MiB; 2 minutes
+prove-slow-streams: $(STAMP_KERNELS) ## Measure a neighbour next to slow uploads, an unread reply and idle calls, and the memory of 2,000 clients; 5 minutes
 	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m tests.proofs.slow_streams $(ARGS)
 
 .PHONY: prove-soak
