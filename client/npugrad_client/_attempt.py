@@ -85,8 +85,8 @@ class Attempt:
     def silent(self, error: NpugradError) -> Stubs | None:
         """Its channel, if the deadline passed and nothing had arrived on it since the try began, else None.
 
-        The path may swallow packets since a NAT or a balancer lost its state, which nothing but silence
-        tells. A slow server is silent as well, so a channel that was just opened is kept.
+        A NAT or a balancer that has lost its state drops packets silently. A slow server is silent as well,
+        so a channel that was just opened is kept.
         """
         found = self.stubs
         if found is None or not isinstance(error, DeadlineExceeded) or found.heard_s >= self.started_s:

@@ -117,6 +117,8 @@ def _is_positive_or_0(number: float) -> bool:
 
 RETRY = RetryPolicy()
 """The default policy."""
+INTERACTIVE = RetryPolicy(reach_for_s=5.0)
+"""For commands: somebody waits for them, who may have mistyped the address."""
 ONCE = RetryPolicy(max_tries=1)
 """What `retry=None` means: a call is sent once."""
 

@@ -20,7 +20,7 @@ PemParts: TypeAlias = "tuple[bytes | None, bytes | None, bytes | None]"
 LOOK_INTERVAL_S = 1.0
 """Interval between checks of the files."""
 LEFT_ALONE_S = 2.0
-"""How long a file must be unchanged to count as complete; short enough for files that change every second."""
+"""How long a file must be unchanged to count as complete."""
 
 
 @reports_usage

@@ -10,7 +10,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from npugrad.errors import WrongType, WrongValue
-from npugrad.representation import shortened
+from npugrad.representation import counted, shortened
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -129,7 +129,7 @@ def _problems(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping
         others = (
             f", and names for the others, such as {known[len(placed)]}=..." if known[len(placed) :] else ""
         )
-        problems.append(f"found {len(args)} arguments without names; expected {most}{others}")
+        problems.append(f"found {counted(len(args), 'argument')} without a name; expected {most}{others}")
     given = {*placed[: len(args)], *kwargs, *(nearest(name, known) for name in unknown)}
     twice = [name for name in placed[: len(args)] if name in kwargs]
     problems += [f"{name}: found two values; expected one" for name in twice]

@@ -137,7 +137,10 @@ def _metavar(name: str, field: FieldInfo) -> str:
 @app.command()
 @with_settings
 def serve(flags: dict[str, Any], config: str | None) -> None:
-    """Serve until SIGTERM or SIGINT; prints "listening on ADDR" once it takes calls."""
+    """Serve until SIGTERM or SIGINT; prints "listening on ADDR" once it takes calls.
+
+    SIGHUP makes it read the files of tenants and certificates again.
+    """
     keep_freed_memory()
     use_one_malloc_arena()  # before the log's threads start
     loaded = _loaded(flags, config)

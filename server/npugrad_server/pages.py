@@ -43,6 +43,8 @@ _SCRAPES = 4
 """Answers to others than probes that are made at once."""
 _MAX_HEAD_BYTES = 16 << 10
 """Bytes of a request that are read."""
+_CALLER = "npugrad.caller"
+"""Where a request's environment has its `_Caller`."""
 _TEXT = ("Content-Type", "text/plain; charset=utf-8")
 
 
@@ -205,9 +207,6 @@ class _Handler(WSGIRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:  # the library chose the name
         """Logs nothing: a probe every few seconds is not an event."""
-
-
-_CALLER = "npugrad.caller"
 
 
 class _Server(ThreadingMixIn, WSGIServer):

@@ -240,7 +240,7 @@ class LiveTenants:
         """Checks the file for changes until cancelled."""
         if self._path is None:
             return
-        async for content, problems in self.looks.rested():
+        async for content, problems in self.looks.settled():
             if problems:
                 self._keep(problems)
             elif content != self._content or self._told:

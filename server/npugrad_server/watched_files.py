@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 LOOK_INTERVAL_S = 1.0
 """Seconds between two checks of a file."""
-RESTS = 2
+UNCHANGED_LOOKS = 2
 """Checks in a row that must find the same again: a half-written file is not taken for a whole one."""
 ANSWER_S = 5.0
 """Seconds for a file to be read: one on a network file system may not answer at all."""
@@ -113,8 +113,8 @@ class FileWatch(Generic[_T]):
         """Checks at once, and takes what is found as it is."""
         self._asked.set()
 
-    async def rested(self) -> AsyncIterator[_T]:
-        """What the files hold, at each check that finds them at rest."""
+    async def settled(self) -> AsyncIterator[_T]:
+        """What the files hold, at each check that finds them unchanged for a while, or that was asked for."""
         seen: _T | None = None
         same = 0
         while True:
@@ -122,7 +122,7 @@ class FileWatch(Generic[_T]):
             found = await aside(self._read)
             same = same + 1 if found == seen else 0
             seen = found
-            if at_once or same >= RESTS:
+            if at_once or same >= UNCHANGED_LOOKS:
                 yield found
             self.look_count += 1
 

@@ -27,7 +27,7 @@ import numpy as np
 
 import npugrad_client as _client
 from npugrad import OPERATORS
-from npugrad._tools.api_pages import statements
+from npugrad._tools.api_pages import all_of, definition, statements_of
 from npugrad_client import AsyncClient, Client
 
 PACKAGES = {
@@ -69,47 +69,9 @@ class Documented:
         return _PARSER.get_examples(cleandoc(self.doc).partition("Example:\n")[2])
 
 
-@cache
-def parsed(module: str) -> ast.Module:
-    for root in (ROOT / "client", ROOT / "protos"):
-        path = root.joinpath(*module.split("."))
-        for file in (path.with_suffix(".py"), path / "__init__.py"):
-            if file.is_file():
-                return ast.Module(statements(file), [])
-    raise LookupError(f"{module} is not one of the project's modules")
-
-
-def public(package: str) -> list[str]:
-    """The package's `__all__`."""
-    for node in parsed(package).body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
-            return list(ast.literal_eval(node.value))
-    raise LookupError(f"{package} has no __all__")
-
-
 def find(module: str, name: str) -> Documented:
     """A name that a module defines, or imports from another one of the project's."""
-    body = parsed(module).body
-    for place, node in enumerate(body):
-        if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and node.name == name:
-            return Documented(module, node, ast.get_docstring(node) or "")
-        if isinstance(node, ast.ImportFrom) and node.module:
-            for alias in node.names:
-                if (alias.asname or alias.name) == name:
-                    return find(node.module, alias.name)
-        if isinstance(node, (ast.Assign, ast.AnnAssign)) and name in map(ast.unparse, _targets(node)):
-            return Documented(module, node, _text(body[place + 1 : place + 2]))
-    raise LookupError(f"{module} has no {name}")
-
-
-def _targets(node: ast.Assign | ast.AnnAssign) -> list[ast.expr]:
-    return node.targets if isinstance(node, ast.Assign) else [node.target]
-
-
-def _text(body: list[ast.stmt]) -> str:
-    """The string that stands below an assignment."""
-    value = body[0].value if body and isinstance(body[0], ast.Expr) else None
-    return str(value.value) if isinstance(value, ast.Constant) else ""
+    return Documented(*definition(module, name))
 
 
 def methods(found: Documented) -> Iterator[tuple[str, Documented]]:
@@ -117,10 +79,7 @@ def methods(found: Documented) -> Iterator[tuple[str, Documented]]:
     assert isinstance(found.node, ast.ClassDef)
     for base in found.node.bases:
         name = ast.unparse(base)
-        if (
-            name not in ("ABC", "Exception", "RuntimeError", "TypeError", "ValueError", "Protocol")
-            and "[" not in name
-        ):
+        if not hasattr(builtins, name) and name not in ("ABC", "Protocol") and "[" not in name:
             yield from methods(find(found.module, name))
     for node in found.node.body:
         if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) or node.name.startswith("_"):
@@ -132,8 +91,9 @@ def methods(found: Documented) -> Iterator[tuple[str, Documented]]:
 @cache
 def documented(package: str) -> dict[str, Documented]:
     """Everything of a package that must have an example, by its name."""
-    found = {package: Documented(package, parsed(package), ast.get_docstring(parsed(package)) or "")}
-    for name in public(package):
+    module = ast.Module(statements_of(package), [])
+    found = {package: Documented(package, module, ast.get_docstring(module) or "")}
+    for name in all_of(package):
         if name.endswith("Result"):
             continue  # which the example of its operator's method shows
         found[name] = find(package, name)
@@ -150,7 +110,7 @@ def elsewhere() -> dict[str, Documented]:
         module = ".".join(path.relative_to(ROOT).with_suffix("").parts[1:]).removesuffix(".__init__")
         if "_pb2" in module or "_tools" in module or ">>>" not in path.read_text("utf-8"):
             continue
-        for node in ast.walk(parsed(module)):
+        for node in ast.walk(ast.Module(statements_of(module), [])):
             if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
                 doc = ast.get_docstring(node) or ""
                 if ">>>" in doc and doc not in known:

@@ -74,23 +74,10 @@ def any_age(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @PAIRS
-def test_a_silent_connection_is_given_up_at_the_first_deadline(make: Make, way: int) -> None:
-    with (
-        fake_service() as service,
-        path_to(service.address) as path,
-        make(path.address, stream_from_bytes=way, retry=None) as client,
-    ):
-        client.group_norm_backward(**group_norm(), timeout_s=60)
-        path.lose()
-        with pytest.raises(DeadlineExceeded):
-            client.group_norm_backward(**group_norm(), timeout_s=0.3)
-        client.group_norm_backward(**group_norm(), timeout_s=60)
-        assert path.count == 2
-
-
-@PAIRS
-def test_a_retry_takes_a_new_connection(make: Make, way: int) -> None:
-    retry = RetryPolicy(try_timeout_s=0.3)
+@pytest.mark.parametrize("retry", [None, RetryPolicy(try_timeout_s=0.3)], ids=["next call", "next try"])
+def test_a_silent_connection_is_given_up_at_the_first_deadline(
+    make: Make, way: int, retry: RetryPolicy | None
+) -> None:
     with (
         fake_service() as service,
         path_to(service.address) as path,
@@ -98,8 +85,11 @@ def test_a_retry_takes_a_new_connection(make: Make, way: int) -> None:
     ):
         client.group_norm_backward(**group_norm(), timeout_s=60)
         path.lose()
-        result = client.group_norm_backward(**group_norm(), timeout_s=60)
-        assert result.info.tries > 1
+        if retry is None:
+            with pytest.raises(DeadlineExceeded):
+                client.group_norm_backward(**group_norm(), timeout_s=0.3)
+        info = client.group_norm_backward(**group_norm(), timeout_s=60).info
+        assert info.tries == 1 if retry is None else info.tries > 1
         assert path.count == 2
 
 

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.client.docstrings import PACKAGES, come_true, compiled, documented, elsewhere, public
+from tests.client.docstrings import PACKAGES, come_true, compiled, documented, elsewhere
 from tests.fix_server import ServerProcess
 from tests.fix_tls import Certificates
 
 import npugrad_client
+from npugrad._tools.api_pages import all_of
 from npugrad_client import NpugradError, TransportError
 
 
@@ -26,7 +27,7 @@ def test_every_public_name_has_an_example_and_none_is_skipped(package: str) -> N
 @pytest.mark.parametrize("package", PACKAGES)
 def test_an_example_is_python_and_calls_what_there_is(package: str) -> None:
     for name, found in documented(package).items():
-        known = {*vars(builtins), *public("npugrad_client"), *public(package)}
+        known = {*vars(builtins), *all_of("npugrad_client"), *all_of(package)}
         called: set[str] = set()
         for example in found.examples:
             compiled(example.source)

@@ -13,6 +13,7 @@ import pytest
 from tests.client.both import BOTH, Make
 from tests.client.fake_service import (
     INFO,
+    STATUS_KEY,
     STREAMED,
     Context,
     chunk_frame,
@@ -29,8 +30,9 @@ from npugrad.frames import Chunk, frame_decoder
 from npugrad.layout import view
 from npugrad.operator import OpRecord
 from npugrad.registry import REGISTRY
+from npugrad.status import encode_status
 from npugrad.v1 import backward_pb2, operators_pb2, server_pb2
-from npugrad_client import _frames, _info
+from npugrad_client import Client, ServerBusy, _frames, _info
 from npugrad_client._attempt import Attempt
 from npugrad_client._call import Answer, Prepared, prepare
 from npugrad_client._frames import read_response
@@ -429,3 +431,22 @@ def test_what_a_server_says_cannot_command_a_terminal() -> None:
     assert found.operators == ("a\\x1b[31m",)
     assert found.versions == {"torch": "\\x9b1"}
     assert found.devices[0].description == "line\nline\\t\\x00"
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_the_text_of_an_error_cannot_either(is_ours: bool) -> None:
+    text = "busy\x1b[2J"
+
+    def refuse(record: OpRecord, request: Any, context: Context) -> None:
+        if is_ours:
+            status = encode_status(ServerBusy(text))
+            status.message = text
+            context.set_trailing_metadata(((STATUS_KEY, status.SerializeToString()),))
+        context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, text)
+
+    with (
+        fake_service(refuse) as service,
+        Client(service.address, timeout_s=60, retry=None) as client,
+        pytest.raises(ServerBusy, match=r"busy\\x1b\[2J"),
+    ):
+        client.group_norm_backward(**call_of(SMALL))

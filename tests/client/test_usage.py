@@ -48,7 +48,7 @@ CONSTRUCTORS: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], st
         Client,
         (HERE, 30),
         {},
-        "Client: found 2 arguments without names; expected at most 1, and names for the others, such as ",
+        "Client: found 2 arguments without a name; expected at most 1, and names for the others, such as ",
     ),
     (Client, (HERE,), {"target": HERE}, "Client: target: found two values; expected one"),
     (Client, (HERE,), {"timeout_s": "30"}, "timeout_s: found '30' (str); expected seconds above 0, or None"),
@@ -149,7 +149,7 @@ def test_what_is_no_batch_or_no_question_is_refused(make: Make) -> None:
             ),
             (
                 lambda: client.group_norm_backward(meta),
-                "group_norm_backward: found 1 arguments without names; ",
+                "group_norm_backward: found 1 argument without a name; ",
             ),
             (lambda: client.server_info(timeout=5), "server_info: unknown argument 'timeout'; did you mean"),
             (

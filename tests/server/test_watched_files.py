@@ -60,10 +60,10 @@ def test_a_file_that_hangs_takes_one_thread_and_is_read_once_it_answers(
     assert read_file(str(good)) == b"3"
 
 
-async def test_what_changes_is_not_taken_until_it_rests() -> None:
+async def test_what_changes_is_not_taken_until_it_stays_the_same() -> None:
     values = iter([1, 2, 3, 3, 4, 4, 4, 4])
     watch = FileWatch(lambda: next(values), 0.0)
-    found = watch.rested()
+    found = watch.settled()
     assert [await anext(found), await anext(found)] == [4, 4]
     assert watch.look_count == 7
     await found.aclose()  # type: ignore[attr-defined]

@@ -22,7 +22,7 @@ from npugrad.meta import CallMeta
 from npugrad.products import Product
 from npugrad.validation import make_call
 from npugrad_client._cli import explain, files
-from npugrad_client._cli.files import FileError
+from npugrad_client._cli.terminal import FileError
 
 A2 = Product.ATLAS_A2
 SAMPLES = [sample.call for sample in SYNTHETIC.samples(A2)]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from npugrad_client._cli.terminal import FileError
-from npugrad_client._retry import RetryPolicy
+from npugrad_client._retry import INTERACTIVE, RetryPolicy
 from npugrad_client._targets import DEFAULT_PORT, complete_target
 from npugrad_client._tls import Servers, Tls
 
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 DEFAULT_TARGETS = [f"127.0.0.1:{DEFAULT_PORT}"]
 AT_ONCE = RetryPolicy(retry_for_s=0)
 """For commands that query a server: they report that it is unreachable instead of waiting for it."""
-REACH = RetryPolicy(reach_for_s=5.0)
-"""For other commands: somebody waits for them, who may have mistyped the address."""
 
 Targets = Annotated[
     list[str],
@@ -104,7 +102,7 @@ def refuse_tls_without_target(context: typer.Context) -> None:
 
 
 def connect(
-    targets: Sequence[str], timeout_s: float | None, how: Tls | None, retry: RetryPolicy = REACH
+    targets: Sequence[str], timeout_s: float | None, how: Tls | None, retry: RetryPolicy = INTERACTIVE
 ) -> Client:
     """Returns the client of a command.
 

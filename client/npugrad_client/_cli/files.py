@@ -20,7 +20,7 @@ import numpy.typing as npt
 from npugrad.attributes import KINDS, Scalar
 from npugrad.meta import TensorMeta
 from npugrad.usage import instead
-from npugrad_client._cli.terminal import FileError as FileError
+from npugrad_client._cli.terminal import FileError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence

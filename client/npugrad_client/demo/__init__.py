@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from npugrad_client import Client, RetryPolicy
+from npugrad_client import Client
+from npugrad_client._retry import INTERACTIVE
 from npugrad_client.demo._cases import official_cases, realistic_cases
 from npugrad_client.demo._report import Row, run_case, tables
 from npugrad_client.demo._service import ServiceFailed as ServiceFailed
@@ -51,7 +52,7 @@ def run_demo(
     if targets is None:
         require_service()
         console.print("Starting the service on loopback ...")
-    with _services(targets) as found, Client(found, tls=tls, retry=RetryPolicy(reach_for_s=5.0)) as client:
+    with _services(targets) as found, Client(found, tls=tls, retry=INTERACTIVE) as client:
         _introduce(console, client)
         rows = _run_all(console, client, quick)
         is_registered = _register(console, found, tls, out / "registration.png")

@@ -48,45 +48,49 @@ def _is_for_types(node: ast.stmt) -> bool:
     return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
 
 
-def _file_of(module: str) -> Path:
-    """The source of a module, which is not imported: JAX may be missing."""
+def statements_of(module: str) -> list[ast.stmt]:
+    """Those of a module of ours, which is not imported: JAX may be missing."""
     paths = [package.joinpath(*module.split(".")) for package in PACKAGES]
     found = [path / "__init__.py" for path in paths] + [path.with_suffix(".py") for path in paths]
-    return next(path for path in found if path.exists())
+    return statements(next(path for path in found if path.exists()))
 
 
-def public_names(module: str) -> list[str]:
-    """The public names of a module, `Client` first; exceptions only in their own module."""
-    names = _all_of(module)
-    if not module.endswith(".errors"):
-        names = [name for name in names if name not in _all_of(MODULES["errors"])]
-    return sorted(names, key=lambda name: name != "Client")
-
-
-def _all_of(module: str) -> list[str]:
-    for node in statements(_file_of(module)):
+def all_of(module: str) -> list[str]:
+    """The `__all__` of a module."""
+    for node in statements_of(module):
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             return list(ast.literal_eval(node.value))
     raise LookupError(f"{module}: found no __all__")
 
 
-def _summary(module: str, name: str) -> str:
-    """The first sentence of the docstring of a name, which the module defines or imports."""
-    body = statements(_file_of(module))
+def public_names(module: str) -> list[str]:
+    """The public names of a module, `Client` first; exceptions only in their own module."""
+    names = all_of(module)
+    if not module.endswith(".errors"):
+        names = [name for name in names if name not in all_of(MODULES["errors"])]
+    return sorted(names, key=lambda name: name != "Client")
+
+
+def definition(module: str, name: str) -> tuple[str, ast.stmt, str]:
+    """Where a name that a module defines or imports is defined: module, statement and docstring."""
+    body = statements_of(module)
     for node, after in zip(body, [*body[1:], None], strict=True):
         if isinstance(node, ast.ImportFrom):
             for imported in node.names:
                 if name == (imported.asname or imported.name):
-                    return _summary(str(node.module), imported.name)
-        if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
-            return _first_sentence(ast.get_docstring(node))
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
-            return _first_sentence(ast.get_docstring(ast.Module([after] if after else [], [])))
+                    return definition(str(node.module), imported.name)
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name:
+            return module, node, ast.get_docstring(node) or ""
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        if name in (ast.unparse(target) for target in targets if target is not None):
+            below = ast.Module([after] if after else [], [])
+            return module, node, ast.get_docstring(below) or ""
     raise LookupError(f"{module}.{name}: found no definition")
 
 
-def _first_sentence(docstring: str | None) -> str:
-    return " ".join((docstring or "").partition("\n\n")[0].split())
+def _summary(module: str, name: str) -> str:
+    """The first sentence of a docstring."""
+    return " ".join(definition(module, name)[2].partition("\n\n")[0].split())
 
 
 def table(module: str) -> str:

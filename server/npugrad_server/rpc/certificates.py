@@ -72,7 +72,7 @@ class LiveCertificates(Collector):
 
     async def watch(self) -> None:
         """Checks the files for changes until cancelled."""
-        async for found in self.looks.rested():
+        async for found in self.looks.settled():
             if found != self._contents or self._told:
                 await self._take(found)
 

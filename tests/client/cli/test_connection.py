@@ -17,7 +17,7 @@ from tests.fix_tls import Certificates
 from npugrad.ops import OPERATORS
 from npugrad_client import RetryPolicy, Tls, demo
 from npugrad_client._cli.connection import addresses, connect, tls
-from npugrad_client._cli.files import FileError
+from npugrad_client._cli.terminal import FileError
 from npugrad_client.demo._cases import official_cases
 
 VALIDATE = ("validate", "group_norm_backward", "--attr", "n=1", "--attr", "c=1", "--attr", "hxw=1")

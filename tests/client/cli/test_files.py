@@ -12,7 +12,7 @@ import pytest
 from npugrad import OPERATORS, TensorMeta
 from npugrad.dtypes import DATA_DTYPES, DType
 from npugrad_client._cli import files, terminal
-from npugrad_client._cli.files import FileError
+from npugrad_client._cli.terminal import FileError
 
 NORM = OPERATORS["group_norm_backward"]
 GRID = OPERATORS["grid_sampler_2d_backward"]

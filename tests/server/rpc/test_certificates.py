@@ -16,7 +16,7 @@ from tests.server.pool.pools import until
 from npugrad_server.config import ServerSettings
 from npugrad_server.rpc.certificates import LiveCertificates
 from npugrad_server.tls import TlsFilesError
-from npugrad_server.watched_files import RESTS
+from npugrad_server.watched_files import UNCHANGED_LOOKS
 
 AUTHORITY = trustme.CA()
 
@@ -164,15 +164,15 @@ def test_files_that_cannot_be_used_are_refused_at_the_start(folder: Folder) -> N
         LiveCertificates(folder.settings)
 
 
-async def test_files_are_taken_once_they_rest_or_at_once_if_asked(folder: Folder) -> None:
+async def test_files_are_taken_once_they_stay_the_same_or_at_once_if_asked(folder: Folder) -> None:
     """A bundle of authorities is written in two halves, of which the first would do."""
     both = AUTHORITY.cert_pem.bytes(), trustme.CA().cert_pem.bytes()
     async with watched(folder, look_interval_s=0.05) as live:
         first = live.files
-        for round_ in range(2 * RESTS):
+        for round_ in range(2 * UNCHANGED_LOOKS):
             looks = live.looks.look_count
             folder.client_ca.write_bytes(both[round_ % 2])
-            await until(lambda looks=looks: live.looks.look_count >= looks + RESTS)  # type: ignore[misc]
+            await until(lambda looks=looks: live.looks.look_count >= looks + UNCHANGED_LOOKS)  # type: ignore[misc]
             assert live.files is first
         folder.client_ca.write_bytes(b"".join(both))
         await until(lambda: live.files is not first)
