@@ -1,71 +1,118 @@
-"""The shared checks, one by one: what holds, what does not, and that both sides are told."""
+"""The kinds of rules, one by one: what holds, what does not, what is told, and how it can be broken."""
 
 from __future__ import annotations
 
-from typing import Any
+import pytest
 
 from npugrad import CallMeta, DType, Format, Product, TensorMeta
 from npugrad import rules as r
+from npugrad.changes import numbered
+from npugrad.operator import Constraint
+from npugrad.page import Page
 
+FLOATS = dict.fromkeys(Product, (DType.FLOAT32, DType.BFLOAT16))
 X = TensorMeta("float32", (2, 3, 4))
 CALL = CallMeta(
-    inputs={"x": X, "like_x": X, "half": TensorMeta("float16", (3,)), "absent": None},
-    attrs={"mode": 1, "n": 6},
-    outputs={"declared": TensorMeta("float64", (2, 3), format="NCHW"), "null": None},
+    inputs={"x": X, "like_x": X, "flat": TensorMeta("float32", (24,)), "absent": None},
+    attrs={"mode": 1, "n": 6, "groups": 3, "sizes": (1, 2)},
 )
-FLOATS = dict.fromkeys(Product, (DType.FLOAT32, DType.BFLOAT16))
 
-# A check, what it finds (None: it holds), what it expects.
-CASES: list[tuple[Any, str | None, str]] = [
-    (r.dtype_supported("x", FLOATS), None, ""),
+
+@pytest.fixture
+def page() -> Page:
+    """A page with parameters and no rules."""
+    made = Page("aclnnMade", "ops-made", dict.fromkeys(Product, "aclnnMade"))
+    made.input("x", FLOATS, "", axes="rows columns 4")
+    made.input("like_x", FLOATS, "", axes="rows columns 4")
+    made.input("flat", FLOATS, "", axes="elements")
+    made.input("absent", FLOATS, "", optional=True)
+    made.sizes("rows columns", of="x")
+    made.attr("mode", "int64", "", choices={"bilinear": 0, "nearest": 1})
+    made.attr("n", "int64", "")
+    made.attr("groups", "int64", "")
+    made.attr("sizes", "int64_array", "")
+    made.output("y", "x", "")
+    for name in ("x", "like_x", "flat"):
+        made.rule(r.rank_in(0, 8), name)
+    return made
+
+
+def added(page: Page, kind: r.Kind, name: str) -> Constraint:
+    page.rule(kind, name, id="made")
+    return page.record("made", **dict.fromkeys(_OTHERS)).constraints[-1]
+
+
+_OTHERS = (
+    *("summary", "reads", "reference", "build", "samples", "workloads", "make_inputs"),
+    *("extra_tolerance", "determinism_check", "min_cann"),
+)
+CHANGED = CALL.with_inputs(x=TensorMeta("float16", (2, 5, 4), "NCHW"))
+# A kind, its operand, a call that breaks it, what is found and expected in it.
+CASES: list[tuple[r.Kind, str, CallMeta, str, str]] = [
+    (r.not_null, "x", CALL.with_inputs(x=None), "null", "a tensor"),
+    (r.not_null, "sizes", CALL.with_attrs(sizes=None), "null", "a value"),
+    (r.not_null, "y", CALL.with_outputs(y=None), "null", "a tensor"),
+    (r.dtype_in(), "x", CHANGED, "dtype float16", "float32 or bfloat16"),
+    (r.dtype_in(DType.FLOAT32), "x", CHANGED, "dtype float16", "float32"),
+    (r.same_dtype("like_x"), "x", CHANGED, "dtype float16", "float32, the dtype of like_x"),
+    (r.format_in(Format.ND), "x", CHANGED, "format NCHW", "ND"),
+    (r.format_not(Format.NCHW), "x", CHANGED, "format NCHW", "another format, such as ND"),
+    (r.rank_in(1, 2), "like_x", CALL, "rank 3, shape [2, 3, 4]", "rank 1 to 2"),
+    (r.has_axes, "flat", CALL.with_inputs(flat=X), "rank 3, shape [2, 3, 4]", "rank 1"),
+    (r.count("n*groups"), "flat", CALL, "24 elements, shape [24]", "n*groups = 18 elements"),
+    (r.same_shape("like_x"), "x", CHANGED, "shape [2, 5, 4]", "[2, 3, 4], the shape of like_x"),
+    (r.of_sizes, "like_x", CHANGED, "shape [2, 3, 4]", "[2, 5, 4], (rows, columns, 4) of x"),
+    (r.same_size("columns"), "like_x", CHANGED, "3 on axis 1 of shape [2, 3, 4]", "5, as on axis 1 of x"),
+    (r.size_in("columns", 1, 4), "x", CHANGED, "5 on axis 1 of shape [2, 5, 4]", "1 to 4"),
+    (r.size_in("columns", step=3), "x", CHANGED, "5 on axis 1 of shape [2, 5, 4]", "a multiple of 3"),
+    (r.size_in("columns", among=(3, 4)), "x", CHANGED, "5 on axis 1 of shape [2, 5, 4]", "3 or 4"),
     (
-        r.dtype_supported("half", FLOATS),
-        "dtype float16",
-        "float32 or bfloat16 on Atlas A2 training series / Atlas 800I A2 inference products",
+        r.last_axis(4, "quads", "the size"),
+        "x",
+        CALL.with_inputs(x=TensorMeta("float32", (2, 3, 5))),
+        "5 on axis 2 of shape [2, 3, 5]",
+        "4, the size",
     ),
-    (r.same_dtype("like_x", "x"), None, ""),
-    (r.same_dtype("absent", "x"), None, ""),
-    (r.same_dtype("null", "x"), None, ""),
-    (r.same_dtype("inferred", "x"), None, ""),
-    (r.same_dtype("half", "x"), "dtype float16", "float32, the dtype of x"),
-    (r.same_dtype("declared", "x"), "dtype float64", "float32, the dtype of x"),
-    (r.dtype_is("absent", (DType.BOOL,)), None, ""),
-    (r.dtype_is("x", (DType.BOOL, DType.UINT8)), "dtype float32", "bool or uint8"),
-    (r.format_is("x", (Format.ND,)), None, ""),
-    (r.format_is("declared", (Format.ND,)), "format NCHW", "ND"),
-    (r.rank_within("x", 0, 3), None, ""),
-    (r.rank_within("x", 4, 4), "rank 3, shape [2, 3, 4]", "rank 4"),
-    (r.rank_within("x", 0, 2), "rank 3, shape [2, 3, 4]", "rank 0 to 2"),
-    (r.element_count("x", lambda call: 4 * call.integer("n"), "4n"), None, ""),
-    (r.element_count("absent", lambda call: 9, "9"), None, ""),
-    (
-        r.element_count("half", lambda call: call.integer("n"), "n"),
-        "3 elements, shape [3]",
-        "n = 6 elements",
-    ),
-    (r.shape_is("like_x", lambda call: call.tensor("x").shape, "the shape of x"), None, ""),
-    (
-        r.shape_is("declared", lambda call: call.tensor("x").shape, "the shape of x"),
-        "shape [2, 3]",
-        "[2, 3, 4], the shape of x",
-    ),
-    (r.axis_is("x", 1, lambda call: 3, "three"), None, ""),
-    (r.axis_is("x", 1, lambda call: 5, "as y"), "3 on axis 1 of shape [2, 3, 4]", "5, as y"),
-    (r.axis_within("x", 2, 4, 8, 4), None, ""),
-    (r.axis_within("x", 2, 5, 8), "4 on axis 2", "5 to 8"),
-    (r.axis_within("x", 1, 0, 8, 2), "3 on axis 1", "0 to 8, a multiple of 2"),
-    (r.axis_multiple_of("x", 2, 2), None, ""),
-    (r.axis_multiple_of("x", 1, 2), "3 on axis 1", "a multiple of 2"),
-    (r.integer_in("mode", {"nearest": 1}), None, ""),
-    (r.integer_in("n", {"bilinear": 0, "nearest": 1}), "6", "0 (bilinear) or 1 (nearest)"),
+    (r.entries(2), "sizes", CALL.with_attrs(sizes=(1,)), "1 entries", "2 entries"),
+    (r.entries(1, 2), "sizes", CALL.with_attrs(sizes=()), "0 entries", "1 to 2 entries"),
+    (r.one_of_choices(), "mode", CALL.with_attrs(mode=6), "6", "0 (bilinear) or 1 (nearest)"),
+    (r.at_least(1, "positive"), "n", CALL.with_attrs(n=0), "0", "1 or more"),
+]
+UNCHANGEABLE = [
+    (r.at_most(5, "limit"), "n", CALL, "6", "at most 5"),
+    (r.at_most(1, "per", per="groups"), "n", CALL, "n / groups = 2", "at most 1"),
+    (r.divisible_by("groups"), "n", CALL.with_attrs(n=7), "n 7, groups 3", "n divisible by groups"),
 ]
 
 
-def test_a_check_tells_what_it_found_and_expected() -> None:
-    for number, (check, found, expected) in enumerate(CASES):
-        finding = check(CALL)
-        told = (finding.found, finding.expected) if finding else (None, "")
-        assert told == (found, expected), number
+@pytest.mark.parametrize("case", CASES + UNCHANGEABLE, ids=lambda case: case[1])
+def test_a_rule_tells_what_it_found_and_expected(
+    page: Page, case: tuple[r.Kind, str, CallMeta, str, str]
+) -> None:
+    kind, name, call, found, expected = case
+    finding = added(page, kind, name).check(call)
+    assert finding is not None
+    assert (finding.found, finding.expected) == (found, expected)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case[1])
+def test_a_kind_breaks_its_rule_alone(page: Page, case: tuple[r.Kind, str, CallMeta, str, str]) -> None:
+    constraint = added(page, case[0], case[1])
+    if constraint.check(CALL) is not None:
+        return  # the call is not legal to begin with
+    broken = constraint.violate(CALL)
+    assert broken is not None
+    assert constraint.check(broken) is not None
+
+
+@pytest.mark.parametrize("kind", [r.same_dtype("x"), r.rank_in(1, 1), r.count("n"), r.same_shape("x")])
+def test_what_is_null_breaks_no_rule_but_that_against_it(page: Page, kind: r.Kind) -> None:
+    assert added(page, kind, "absent").check(CALL) is None
+
+
+def test_a_rule_that_no_change_breaks_shows_nothing(page: Page) -> None:
+    page.rule(r.special("never", "is", lambda call: None, numbered("n", range(9))), "n", id="made")
+    assert page.record("made", **dict.fromkeys(_OTHERS)).constraints[-1].violate(CALL) is None
 
 
 def test_lists_read_like_sentences() -> None:

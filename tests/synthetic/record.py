@@ -16,25 +16,14 @@ import numpy as np
 import numpy.typing as npt
 from tests.synthetic.messages import declared
 
+from npugrad import changes, rules
 from npugrad.attributes import KINDS, MAX_ENTRIES, MAX_STRING_BYTES, AttrType, AttrValue, Scalar
 from npugrad.dtypes import DATA_DTYPES, DType
-from npugrad.error_table import PARAM_NULLPTR
 from npugrad.meta import CallMeta, TensorMeta
-from npugrad.operator import AttrParam, Constraint, Finding, OpRecord, Param, Sample, TensorParam
+from npugrad.operator import Finding, Sample
+from npugrad.page import Page
 from npugrad.products import Product
 from npugrad.registry import Registry
-from npugrad.rules import (
-    Citations,
-    attr_not_null,
-    dtype_is,
-    dtype_supported,
-    input_not_null,
-    invalid,
-    listed,
-    output_not_null,
-    same_dtype,
-    shape_is,
-)
 from npugrad.workloads import BENCH_SIZES, Workload, Workloads, named
 
 Array = npt.NDArray[Any]
@@ -42,7 +31,6 @@ DOCUMENT = "aclnnSynthetic"
 MODES = ("sum", "mean")
 """What the string may be: the sum of all elements of input is added to each, or their mean."""
 FLOATS = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16, DType.FLOAT64)
-_CITE = Citations(DOCUMENT, "no repository")
 _DTYPES = dict.fromkeys(Product, (DType.FLOAT32, DType.FLOAT16))
 _BYTES = dict.fromkeys(Product, (DType.FLOAT32,))
 _ATTRS: tuple[tuple[str, str, AttrType], ...] = (
@@ -65,29 +53,6 @@ _ATTRS: tuple[tuple[str, str, AttrType], ...] = (
 )
 _FORMS = {"int64": "q", "int32": "i", "int8": "b", "uint64": "Q", "double": "d", "bool": "?"}
 _ENTRIES = {"int64_array": "q", "float_array": "f", "bool_array": "?"}
-_PARAMS: tuple[Param, ...] = (
-    TensorParam(name="input", c_name="input", role="input", doc="Any shape of rank 0 to 8.", dtypes=_DTYPES),
-    *(
-        AttrParam(name=name, c_name=c_name, type=kind, doc="One.", optional=c_name.endswith("Optional"))
-        for name, c_name, kind in _ATTRS
-    ),
-    TensorParam(
-        name="scaled",
-        c_name="scaled",
-        role="output",
-        doc="Shape of input, dtype of input. (input + sum or mean of input) x factor x alpha.",
-        dtypes=_DTYPES,
-        masked_by=0,
-    ),
-    TensorParam(
-        name="seen",
-        c_name="seen",
-        role="output",
-        doc="(bytes), float32. Every byte of every attribute.",
-        dtypes=_BYTES,
-        masked_by=1,
-    ),
-)
 
 
 def seen(attrs: Mapping[str, AttrValue]) -> bytes:
@@ -123,116 +88,50 @@ def _reference(
         outputs["seen"][...] = np.frombuffer(seen(attrs), np.uint8)
 
 
-def _output_metas(call: CallMeta) -> Mapping[str, TensorMeta]:
-    meta = call.tensor("input")
-    return {
-        "scaled": TensorMeta(meta.dtype, meta.shape),
-        "seen": TensorMeta(DType.FLOAT32, (len(seen(call.attrs)),)),
-    }
-
-
-def _wanted(index: int, call: CallMeta) -> bool:
-    mask = call.mask()
-    return mask is not None and len(mask) == 2 and mask[index]
-
-
-def _rule(name: str, check: Any, violate: Any, *requires: str) -> Constraint:
-    operand, _, _ = name.partition(".")
-    cited = (_CITE.parameter(operand),)
-    return invalid(name, f"{name} holds.", cited, (operand,), check, violate, requires=requires)
-
-
 def _sizes_fit(call: CallMeta) -> Finding | None:
     expected, found = call.tensor("input").shape, call.integers("sizes")
     return None if found == expected else Finding(str(found), f"{expected}, the shape of input")
 
 
+def _longer_sizes(call: CallMeta) -> Iterator[CallMeta]:
+    yield call.with_attrs(sizes=(*call.tensor("input").shape, 1))
+
+
 def _alpha_is_float(call: CallMeta) -> Finding | None:
     found = call.scalar("alpha")
-    return None if found and found.dtype in FLOATS else Finding(str(found), f"one of {listed(FLOATS)}")
+    return None if found and found.dtype in FLOATS else Finding(str(found), f"one of {rules.listed(FLOATS)}")
 
 
-def _when_wanted(index: int, check: Any) -> Any:
-    return lambda call: check(call) if _wanted(index, call) else None
+def _mode_is_known(call: CallMeta) -> Finding | None:
+    return None if call.text("mode") in MODES else Finding(repr(call.text("mode")), rules.listed(MODES))
 
 
-def _declared(name: str, index: int, meta: TensorMeta) -> Any:
-    return lambda call: call.with_outputs(**{name: meta}) if _wanted(index, call) else None
+def _seen_meta(call: CallMeta) -> TensorMeta:
+    return TensorMeta(DType.FLOAT32, (len(seen(call.attrs)),))
 
 
-_CONSTRAINTS = (
-    input_not_null("input", "input is not null.", (_CITE.code(PARAM_NULLPTR),)),
-    *(
-        attr_not_null(name, f"{name} is not null.", (_CITE.code(PARAM_NULLPTR),))
-        for name in ("sizes", "weights", "output_mask", "alpha", "mode")
-    ),
-    output_not_null("scaled", "scaled is not null.", (_CITE.code(PARAM_NULLPTR),), partial(_wanted, 0)),
-    output_not_null("seen", "seen is not null.", (_CITE.code(PARAM_NULLPTR),), partial(_wanted, 1)),
-    _rule(
-        "input.dtype",
-        dtype_supported("input", _DTYPES),
-        lambda call: call.with_inputs(input=TensorMeta("int32", call.tensor("input").shape)),
-        "input.not_null",
-    ),
-    _rule(
-        "count.positive",
-        lambda call: None if call.integer("count") > 0 else Finding(str(call.integer("count")), "above 0"),
-        lambda call: call.with_attrs(count=0),
-    ),
-    _rule(
-        "sizes.shape",
-        _sizes_fit,
-        lambda call: call.with_attrs(sizes=(*call.tensor("input").shape, 1)),
-        "sizes.not_null",
-        "input.not_null",
-    ),
-    _rule(
-        "output_mask.size",
-        lambda call: (
-            None if len(call.mask() or ()) == 2 else Finding(f"{len(call.mask() or ())} bools", "two")
-        ),
-        lambda call: call.with_attrs(output_mask=(True,)),
-        "output_mask.not_null",
-    ),
-    _rule(
-        "alpha.dtype",
-        _alpha_is_float,
-        lambda call: call.with_attrs(alpha=Scalar("int32", 1)),
-        "alpha.not_null",
-    ),
-    _rule(
-        "mode.known",
-        lambda call: None if call.text("mode") in MODES else Finding(repr(call.text("mode")), listed(MODES)),
-        lambda call: call.with_attrs(mode="median"),
-        "mode.not_null",
-    ),
-    _rule(
-        "scaled.dtype",
-        _when_wanted(0, same_dtype("scaled", "input")),
-        lambda call: _declared("scaled", 0, TensorMeta("bfloat16", call.tensor("input").shape))(call),
-        "input.not_null",
-        "output_mask.size",
-    ),
-    _rule(
-        "scaled.shape",
-        _when_wanted(0, shape_is("scaled", lambda call: call.tensor("input").shape, "the shape of input")),
-        lambda call: _declared("scaled", 0, TensorMeta(call.tensor("input").dtype, (7, 7, 7)))(call),
-        "input.not_null",
-        "output_mask.size",
-    ),
-    _rule(
-        "seen.dtype",
-        _when_wanted(1, dtype_is("seen", (DType.FLOAT32,))),
-        lambda call: _declared("seen", 1, TensorMeta("float16", (len(seen(call.attrs)),)))(call),
-        "output_mask.size",
-    ),
-    _rule(
-        "seen.shape",
-        _when_wanted(1, shape_is("seen", lambda call: (len(seen(call.attrs)),), "the attributes' bytes")),
-        _declared("seen", 1, TensorMeta("float32", (3,))),
-        "output_mask.size",
-    ),
+p = Page(DOCUMENT, "no repository", dict.fromkeys(Product, DOCUMENT))
+p.input("input", _DTYPES, "Any shape of rank 0 to 8.")
+for _name, _c_name, _kind in _ATTRS:
+    p.attr(_name, _kind, "One.", c_name=_c_name, optional=_c_name.endswith("Optional"))
+p.output(
+    "scaled", "input", "Shape of input, dtype of input. (input + sum or mean of input) x factor x alpha."
 )
+p.output("seen", "input", "(bytes), float32. Every byte of every attribute.", dtypes=_BYTES, meta=_seen_meta)
+
+p.rule(rules.not_null, "input sizes weights output_mask alpha mode", row=1)
+p.rule(rules.entries(2), "output_mask")
+p.rule(rules.not_null, "scaled seen", row=1)
+p.rule(rules.dtype_in(), "input")
+p.rule(rules.at_least(1, "positive"), "count")
+p.rule(rules.special("shape", "is the shape of input", _sizes_fit, _longer_sizes, "input"), "sizes")
+_another = changes.numbered("alpha", (Scalar("int32", 1),))
+p.rule(rules.special("dtype", "is a float", _alpha_is_float, _another), "alpha")
+p.rule(rules.special("known", "is known", _mode_is_known, changes.numbered("mode", ("median",))), "mode")
+p.rule(rules.same_dtype("input"), "scaled")
+p.rule(rules.same_shape("input"), "scaled")
+p.rule(rules.dtype_in(), "seen")
+p.rule(rules.shape_is(lambda call: _seen_meta(call).shape, "the attributes' bytes"), "seen")
 
 
 def _build(
@@ -290,17 +189,9 @@ def _make_inputs(call: CallMeta, rng: np.random.Generator) -> dict[str, Array | 
     return {"input": np.asarray(rng.standard_normal(meta.shape)).astype(meta.dtype.numpy)}
 
 
-SYNTHETIC = OpRecord(
-    name="synthetic",
-    aclnn_name=DOCUMENT,
+SYNTHETIC = p.record(
+    "synthetic",
     summary="Nothing of use.",
-    documents=(DOCUMENT,),
-    repositories=(),
-    params=_PARAMS,
-    products=dict.fromkeys(Product, DOCUMENT),
-    constraints=_CONSTRAINTS,
-    not_expressible=(),
-    output_metas=_output_metas,
     reads=lambda call: {"scaled": ("input",), "seen": ()},
     reference=_reference,
     build=_build,
@@ -311,7 +202,7 @@ SYNTHETIC = OpRecord(
     determinism_check=lambda call, release: None,
     min_cann="8.0",
 )
-"""The record; order of params is the order of aclnnSyntheticGetWorkspaceSize."""
+"""The record; order of parameters is the order of aclnnSyntheticGetWorkspaceSize."""
 RECORDS = {SYNTHETIC.name: SYNTHETIC}
 """What takes the place of the contract's operators."""
 _SERVICES = declared(SYNTHETIC, "npugrad.synthetic.v1").services_by_name

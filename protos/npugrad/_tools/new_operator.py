@@ -1,6 +1,6 @@
 """Starts a new operator from its official page: `make new-operator PAGE=aclnnRmsNormGrad.md`.
 
-Writes messages, record, rules, workloads, reference, tests and the rows of the page, and adds the operator to
+Writes messages, record, workloads, reference, tests and the rows of the page, and adds the operator to
 the lists of operators. What a page does not specify becomes a TODO, which fails a test with its step number.
 """
 
@@ -19,6 +19,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from npugrad._tools.vendor_page import read_page, snake_case
 from npugrad.dtypes import DType
 from npugrad.ops import OPERATORS
+from npugrad.page import camel_case
 from npugrad.products import Product
 
 if TYPE_CHECKING:
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[3]
 _FILES = {
     "protos/npugrad/ops/{}.py": "record.py",
-    "protos/npugrad/ops/_{}_rules.py": "rules.py",
     "protos/npugrad/ops/_{}_workloads.py": "workloads.py",
     "protos/npugrad/references/{}.py": "reference.py",
     "tests/contract/ops/test_{}.py": "test.py",
@@ -86,11 +86,14 @@ class _Operator:
         self.lacking = set(Product) - set(page.products)
         self.repository = page.repository or "TODO"
 
-    def sources(self, code: int, word: str, more: str) -> str:
-        """Sources as code: the first row of a return code that contains a word, and more."""
-        name = {161001: "PARAM_NULLPTR", 161002: "PARAM_INVALID"}[code]
+    def row(self, code: int, word: str) -> str:
+        """The first row of a return code that contains a word, as an argument; nothing if there is none."""
         rows = [row for section, row, text in self.page.rows if str(code) in section and word in text]
-        return _tuple([*(f"_CITE.code({name}, {row.removeprefix('row ')})" for row in rows[:1]), more])
+        return ", " + rows[0].replace(" ", "=") if rows else ""
+
+    def renamed(self, param: Parameter) -> str:
+        """The name in C as an argument, unless it follows from the name."""
+        return "" if param.c_name == camel_case(param.name) else f', c_name="{param.c_name}"'
 
     def field(self, param: Parameter) -> str:
         """Type of the field in a request."""
@@ -144,6 +147,10 @@ class _Operator:
     def like(self, param: Parameter) -> str:
         """The input that an output is shaped like, as the page says, or a guess."""
         return next((p.name for p in self.required if p.c_name == param.like), self.required[0].name)
+
+    def has_type_of_like(self, param: Parameter) -> bool:
+        """Whether an output has the types of the input that it is like."""
+        return self.types(param) == self.types(next(p for p in self.inputs if p.name == self.like(param)))
 
 
 def _tuple(items: Iterable[str]) -> str:

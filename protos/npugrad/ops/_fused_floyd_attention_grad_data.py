@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from npugrad.ops._fused_floyd_attention_grad_layout import STATISTICS_REPEATS
 from npugrad.references._blocks import tiles
 
 if TYPE_CHECKING:
@@ -19,6 +18,8 @@ if TYPE_CHECKING:
     Array = npt.NDArray[Any]
     Floats = npt.NDArray[np.float32]
 
+STATISTICS_REPEATS = 8
+"""How often the statistics of a row are repeated on the last axis of softmax_max and softmax_sum."""
 _RANDOM = ("query", "key1", "value1", "key2", "value2", "dy")
 _MASKED_SCORE = np.finfo(np.float32).min
 _TILE_BYTES = 64 * 2**20

@@ -10,8 +10,8 @@ from npugrad.binding import TorchBinding
 from npugrad.dtypes import DType
 from npugrad.generators import Draw
 from npugrad.meta import TensorMeta
-from npugrad.operator import AttrParam, Sample, TensorParam
-from npugrad.ops._grid_sampler_rules import C_NAMES, INTERPOLATION_MODES, PADDING_MODES, accepts_unchecked
+from npugrad.operator import Sample
+from npugrad.page import Page
 from npugrad.ties import half_pixels
 
 if TYPE_CHECKING:
@@ -20,80 +20,95 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from npugrad.meta import CallMeta
-    from npugrad.operator import Arrays, Param
+    from npugrad.operator import Arrays
     from npugrad.products import Product
     from npugrad.releases import CannRelease
 
     DTypes = Mapping[Product, tuple[DType, ...]]
 
+INTERPOLATION_MODES = {"bilinear": 0, "nearest": 1}
+PADDING_MODES = {"zeros": 0, "border": 1, "reflection": 2}
+BICUBIC = 2
+MASK_PICK = (
+    "The document describes two entries and gives no code for another number; the vendor's source returns "
+    "161002, older source read past the end. npugrad: 161002."
+)
 MAX_DETERMINISTIC_CHANNELS = 2048
 """With more channels, or with DOUBLE, the operator does not run on the AI Core and so has no deterministic
 mode, on every release with its own page, 8.5.0 to 9.2.0-beta.2."""
 
 
-def params(docs: Mapping[str, str], dtypes: DTypes) -> tuple[Param, ...]:
-    """Returns the parameters, which are the same for both operators.
+def accepts_unchecked(call: CallMeta) -> bool:
+    """Whether output_mask is null: the operator then succeeds before it checks anything else."""
+    return call.mask() is None
+
+
+def page(
+    document: str,
+    products: Mapping[Product, str],
+    dtypes: DTypes,
+    docs: Mapping[str, str],
+    sides: str,
+    *,
+    order: Callable[[TensorMeta], tuple[int, ...]] | None = None,
+    arranged: Callable[[CallMeta], tuple[CallMeta, str]] = lambda call: (call, ""),
+) -> Page:
+    """A page with the parameters, which are the same for both operators, and no rules.
 
     Args:
-        docs: Shape and meaning of each tensor.
+        document: Official name of the operator.
+        products: Products that have it.
         dtypes: Types by product.
+        docs: Shape and meaning of each tensor.
+        sides: Names of the spatial axes of the images.
+        order: Order of the axes of the images and their gradients, where formats change it.
+        arranged: As in `Page`.
     """
-    draws = {"grid": Draw("uniform", (-1.1, 1.1))}
-    inputs = (
-        TensorParam(
-            name=name,
-            c_name=C_NAMES[name],
-            role="input",
-            doc=docs[name],
-            dtypes=dtypes,
-            draw=draws.get(name, Draw("normal")),
-        )
-        for name in ("grad_output", "input", "grid")
+    p = Page(
+        document,
+        "ops-cv",
+        products,
+        accepts_unchecked=accepts_unchecked,
+        arranged=arranged,
+        keeps_format=order is not None,
     )
-    outputs = (
-        TensorParam(
-            name=name,
-            c_name=C_NAMES[name],
-            role="output",
-            doc=docs[name],
-            dtypes=dtypes,
-            masked_by=index,
-            when_masked="allocate",  # a null output is refused regardless of the mask
-            zero_init=name == "input_grad",
-        )
-        for index, name in enumerate(("input_grad", "grid_grad"))
-    )
-    return (*inputs, *_ATTRS, *outputs)
-
-
-_ATTRS = (
-    AttrParam(
-        name="interpolation_mode",
-        c_name=C_NAMES["interpolation_mode"],
-        type="int64",
-        doc="0 bilinear, 1 nearest.",
-        choices=INTERPOLATION_MODES,
-    ),
-    AttrParam(
-        name="padding_mode",
-        c_name=C_NAMES["padding_mode"],
-        type="int64",
-        doc="Values outside the image: 0 zeros, 1 border, 2 reflection.",
+    out = " ".join(f"out_{side}" for side in sides.split())
+    points = Draw("uniform", (-1.1, 1.1))
+    p.input("grad_output", dtypes, docs["grad_output"], axes=f"batch channels {out}", order=order)
+    p.input("input", dtypes, docs["input"], axes=f"batch channels {sides}", order=order)
+    p.input("grid", dtypes, docs["grid"], axes=f"batch {out} {len(sides.split())}", draw=points)
+    p.sizes(f"batch channels {sides}", of="input")
+    p.sizes(out, of="grad_output")
+    p.attr("interpolation_mode", "int64", "0 bilinear, 1 nearest.", choices=INTERPOLATION_MODES)
+    p.attr(
+        "padding_mode",
+        "int64",
+        "Values outside the image: 0 zeros, 1 border, 2 reflection.",
         choices=PADDING_MODES,
-    ),
-    AttrParam(
-        name="align_corners",
-        c_name=C_NAMES["align_corners"],
-        type="bool",
-        doc="Whether -1 and 1 are the centres of the corner pixels (True) or their outer edges (False).",
-    ),
-    AttrParam(
-        name="output_mask",
-        c_name=C_NAMES["output_mask"],
-        type="bool_array",
-        doc="Two bools: compute input_grad, grid_grad. None: nothing is checked and nothing computed.",
-    ),
-)
+    )
+    p.attr(
+        "align_corners",
+        "bool",
+        "Whether -1 and 1 are the centres of the corner pixels (True) or their outer edges (False).",
+    )
+    p.attr(
+        "output_mask",
+        "bool_array",
+        "Two bools: compute input_grad, grid_grad. None: nothing is checked and nothing computed.",
+    )
+    # A null output is refused regardless of the mask.
+    kept: dict[str, Any] = {"when_masked": "allocate"}
+    p.output("input_grad", "input", docs["input_grad"], zero_init=True, order=order, **kept)
+    p.output("grid_grad", "grid", docs["grid_grad"], **kept)
+    return p
+
+
+def lenient(p: Page, empty: int) -> None:
+    """What no call can break; `empty` is the number of the check of empty operands."""
+    p.lenient("workspaceSize and executor are created by the service, never null", check=1)
+    p.lenient("a null outputMask is no error: status 0, nothing checked, nothing returned", check=2)
+    p.lenient("empty operands and all-false masks are no error; wanted outputs are zeros", check=empty)
+    p.lenient("both values of a bool are legal", name="align_corners")
 
 
 def reads(call: CallMeta) -> Mapping[str, tuple[str, ...]]:
@@ -201,4 +216,5 @@ def ties(call: CallMeta, operands: Arrays) -> None:
 
 def binding(name: str) -> TorchBinding:
     """PyTorch's operator of that name, which takes the operands and attributes in the order of the record."""
-    return TorchBinding(f"aten.{name}", tuple(n for n in C_NAMES if not n.endswith("_grad")))
+    modes = ("interpolation_mode", "padding_mode", "align_corners", "output_mask")
+    return TorchBinding(f"aten.{name}", ("grad_output", "input", "grid", *modes))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from npugrad.coordinates import CoordinateRule, GridAxis
-from npugrad.ops._grid_sampler_rules import INTERPOLATION_MODES, PADDING_MODES
+from npugrad.ops._grid_sampler import INTERPOLATION_MODES, PADDING_MODES
 from npugrad.references._grid_sampling import reference
 from npugrad.sampled import SampledByNearest, SampledCall
 

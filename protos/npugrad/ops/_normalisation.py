@@ -2,88 +2,40 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
 
+from npugrad.dtypes import DType
 from npugrad.generators import Draw
-from npugrad.operator import AttrParam, Sample, TensorParam
+from npugrad.operator import Sample
+from npugrad.products import Product
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     import numpy.typing as npt
 
-    from npugrad.attributes import AttrType
-    from npugrad.dtypes import DType
     from npugrad.meta import CallMeta
-    from npugrad.products import Product
 
     Array = npt.NDArray[Any]
     Sizes = tuple[int, int, int, int]
     """Samples, groups of channels, channels of a group, elements of a channel of a sample."""
 
-_SCALE = Draw("normal", (1.0, 0.25))
-_DRAWS = {
-    "mean": Draw("normal", (0.0, 0.1)),
-    "rstd": Draw("uniform", (0.5, 2.0)),
-    "gamma": _SCALE,
-    "weight": _SCALE,
+FLOATS: Mapping[Product, tuple[DType, ...]] = {
+    Product.ATLAS_TRAINING: (DType.FLOAT32, DType.FLOAT16),
+    Product.ATLAS_A2: (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16),
+    Product.ATLAS_A3: (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16),
 }
+MEAN, RSTD, SCALE = Draw("normal", (0.0, 0.1)), Draw("uniform", (0.5, 2.0)), Draw("normal", (1.0, 0.25))
 _NORMALISED = ("grad_out", "input", "mean", "rstd")
 _MASKS = ((True, False, False), (False, True, False), (False, False, True), (False, False, False))
 
 
-@dataclass(frozen=True)
-class NormalisationParams:
-    """Creates the parameters of one normalisation.
-
-    Attributes:
-        c_names: Names in the C signature.
-        dtypes: Data types by product.
-        optional: Inputs that may be null, the scale first.
-        outputs: In the order of output_mask: gradients of input, of the scale and of the shift.
-    """
-
-    c_names: Mapping[str, str]
-    dtypes: Mapping[Product, tuple[DType, ...]]
-    optional: tuple[str, ...]
-    outputs: tuple[str, ...]
-
-    def tensor(self, name: str, doc: str) -> TensorParam:
-        """An input or an output."""
-        is_output = name in self.outputs
-        return TensorParam(
-            name=name,
-            c_name=self.c_names[name],
-            role="output" if is_output else "input",
-            doc=doc,
-            dtypes=self.dtypes,
-            optional=name in self.optional,
-            masked_by=self.outputs.index(name) if is_output else None,
-            draw=None if is_output else _DRAWS.get(name, Draw("normal")),
-        )
-
-    def attr(self, name: str, kind: AttrType, doc: str) -> AttrParam:
-        """An attribute."""
-        return AttrParam(name=name, c_name=self.c_names[name], type=kind, doc=doc)
-
-    def mask(self) -> AttrParam:
-        """Which outputs are wanted."""
-        doc = f"Three bools: compute {', '.join(self.outputs)}."
-        return self.attr("output_mask", "bool_array", doc)
-
-    def is_wanted(self, call: CallMeta, name: str) -> bool:
-        """Whether the mask is legal and includes an output."""
-        mask = call.mask()
-        return mask is not None and len(mask) == len(self.outputs) and mask[self.outputs.index(name)]
-
-    def reads(self) -> dict[str, tuple[str, ...]]:
-        """Operands whose values each output depends on."""
-        operands = ((*_NORMALISED, self.optional[0]), _NORMALISED, ("grad_out",))
-        return dict(zip(self.outputs, operands, strict=True))
+def reads(scale: str, *outputs: str) -> dict[str, tuple[str, ...]]:
+    """Operands that the gradients of input, scale and shift depend on."""
+    return dict(zip(outputs, ((*_NORMALISED, scale), _NORMALISED, ("grad_out",)), strict=True))
 
 
 def masked_samples(build: Callable[..., CallMeta], product: Product) -> Iterator[Sample]:

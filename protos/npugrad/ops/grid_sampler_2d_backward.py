@@ -1,8 +1,7 @@
 """The record of aclnnGridSampler2DBackward.
 
-Sources: the official page "aclnnGridSampler2DBackward" (Atlas training series, Atlas A2) and, where cited
-as such, the vendor's public source (ops-cv), which also adds the Atlas A3 series. The
-constraints are in `_grid_sampler_2d_backward_rules`.
+Sources: the official page (Atlas training series, Atlas A2) and, where cited as a check, the vendor's public
+source (ops-cv), which also adds the Atlas A3 series.
 """
 
 from __future__ import annotations
@@ -10,21 +9,28 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
+from npugrad import rules
+from npugrad.changes import numbered, retyped
 from npugrad.coordinates import GRID_2D_RULES
 from npugrad.dtypes import DType
 from npugrad.meta import CallMeta, TensorMeta
-from npugrad.operator import OpRecord
+from npugrad.operator import Finding
 from npugrad.ops import _grid_sampler
-from npugrad.ops._grid_sampler_2d_backward_rules import CONSTRAINTS, DOCUMENT, DTYPES, NOT_EXPRESSIBLE
+from npugrad.ops._grid_sampler import BICUBIC
 from npugrad.ops._grid_sampler_2d_backward_workloads import WORKLOADS
 from npugrad.ops._grid_sampler_points import sampled
-from npugrad.ops._grid_sampler_rules import LIKE, accepts_unchecked
 from npugrad.products import Product
 from npugrad.references.grid_sampler_2d_backward import reference
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+DOCUMENT = "aclnnGridSampler2DBackward"
+DTYPES: Mapping[Product, tuple[DType, ...]] = {
+    Product.ATLAS_TRAINING: (DType.FLOAT32, DType.FLOAT16),
+    Product.ATLAS_A2: (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16),
+    Product.ATLAS_A3: (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16),
+}
 _DOCS = {
     "grad_output": "(N, C, OH, OW), dtype of input. Gradient of the sampled output.",
     "input": "(N, C, H, W) with H and W above 0, float32, float16 or (not on the Atlas training series) "
@@ -68,32 +74,73 @@ def build(
     )
 
 
-def _output_metas(call: CallMeta) -> Mapping[str, TensorMeta]:
-    return {
-        name: (call.declared(name) or _inferred(call.tensor(like))).contiguous()
-        for name, like in LIKE.items()
-    }
+_PRODUCTS = {
+    Product.ATLAS_TRAINING: DOCUMENT,
+    Product.ATLAS_A2: DOCUMENT,
+    Product.ATLAS_A3: "newer vendor documents and source",
+}
+p = _grid_sampler.page(DOCUMENT, _PRODUCTS, DTYPES, _DOCS, "height width")
 
 
-def _inferred(like: TensorMeta) -> TensorMeta:
-    return TensorMeta(like.dtype, like.shape)
+def _is_not_double(call: CallMeta) -> Finding | None:
+    is_double = call.tensor("input").dtype is DType.FLOAT64
+    return (
+        Finding("dtype float64", f"{rules.listed(DTYPES[call.product])} on {call.product.full_name}")
+        if is_double
+        else None
+    )
 
 
-GRID_SAMPLER_2D_BACKWARD = OpRecord(
-    name="grid_sampler_2d_backward",
-    aclnn_name=DOCUMENT,
+def _is_not_bicubic(call: CallMeta) -> Finding | None:
+    mode = call.integer("interpolation_mode")
+    return Finding(str(mode), "0 (bilinear) or 1 (nearest)") if mode == BICUBIC else None
+
+
+# The page names ND as the storage format but gives no code for others, and the vendor's source accepts any:
+# formats are not checked.
+p.rule(rules.not_null, "grad_output input grid input_grad grid_grad", row=1, check=3)
+p.rule(rules.same_dtype("input"), "grad_output grid input_grad grid_grad", row=1, check=4)
+p.rule(rules.dtype_in(tolerated=(DType.FLOAT64,)), "input", row=1, check=5)
+p.rule(
+    rules.special(
+        "not_double", "does not have data type DOUBLE", _is_not_double, p.edited("input", retyped())
+    ),
+    "input",
+    row=1,
+    check=5,
+    requires=("input.dtype",),
+    vendor="accepts",
+    pick="The document does not list DOUBLE; the vendor's source accepts it. npugrad: refused.",
+)
+p.rule(rules.one_of_choices(tolerated=(BICUBIC,)), "interpolation_mode", row=3, check=6)
+p.rule(
+    rules.special("not_bicubic", "is not 2 (bicubic)", _is_not_bicubic, numbered("interpolation_mode", (2,))),
+    "interpolation_mode",
+    row=3,
+    check=6,
+    requires=("interpolation_mode.choice",),
+    vendor="accepts",
+    pick="The document lists 0 and 1, as the vendor's source did in its time; newer source accepts 2. "
+    "npugrad: refused.",
+)
+p.rule(rules.one_of_choices(), "padding_mode", row=3, check=7)
+p.rule(rules.rank_in(4, 4), "input grid grad_output", row=2, check=8)
+p.rule(rules.same_size("batch"), "grid grad_output", row=4, check=9)
+p.rule(rules.same_size("channels"), "grad_output", row=5, check=10)
+p.rule(rules.size_in("height", 1), "input", row=8, check=10)
+p.rule(rules.size_in("width", 1), "input", row=8, check=10)
+p.rule(rules.same_size("out_height"), "grid", row=6, check=11)
+p.rule(rules.same_size("out_width"), "grid", row=7, check=11)
+p.rule(rules.last_axis(2, "coordinates", "x and y"), "grid", row=9, check=11)
+p.rule(rules.same_shape("input"), "input_grad", row=10, check=12)
+p.rule(rules.same_shape("grid"), "grid_grad", row=10, check=12)
+p.rule(rules.entries(2), "output_mask", check=13, pick=_grid_sampler.MASK_PICK)
+_grid_sampler.lenient(p, empty=14)
+
+
+GRID_SAMPLER_2D_BACKWARD = p.record(
+    "grid_sampler_2d_backward",
     summary="Gradients of two-dimensional grid sampling with respect to the sampled images and the grid.",
-    documents=(DOCUMENT,),
-    repositories=("ops-cv",),
-    params=_grid_sampler.params(_DOCS, DTYPES),
-    products={
-        Product.ATLAS_TRAINING: DOCUMENT,
-        Product.ATLAS_A2: DOCUMENT,
-        Product.ATLAS_A3: "newer vendor documents and source",
-    },
-    constraints=CONSTRAINTS,
-    not_expressible=NOT_EXPRESSIBLE,
-    output_metas=_output_metas,
     reads=_grid_sampler.reads,
     reference=reference,
     references_by_rule={rule: partial(reference, rule=rule) for rule in GRID_2D_RULES},
@@ -106,6 +153,5 @@ GRID_SAMPLER_2D_BACKWARD = OpRecord(
     min_cann="8.0",
     binding=_grid_sampler.binding("grid_sampler_2d_backward"),
     sampled=sampled,
-    accepts_unchecked=accepts_unchecked,
 )
-"""The record; order of params is the order of aclnnGridSampler2DBackwardGetWorkspaceSize."""
+"""The record; order of parameters is the order of aclnnGridSampler2DBackwardGetWorkspaceSize."""

@@ -1,21 +1,22 @@
 """The record of aclnnGroupNormBackward.
 
-Sources: the official page "aclnnGroupNormBackward" (Atlas training series, Atlas A2) and, where cited
-as such, the vendor's public source (ops-nn), which also adds the Atlas A3 series.
+Sources: the official page (Atlas training series, Atlas A2) and, where cited as a check, the vendor's public
+source (ops-nn), which also adds the Atlas A3 series.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from npugrad import rules
 from npugrad.binding import TorchBinding
 from npugrad.dtypes import DType
+from npugrad.error_table import PARAM_INVALID
 from npugrad.meta import CallMeta, TensorMeta
-from npugrad.operator import OpRecord, Sample
-from npugrad.ops._group_norm_backward_layout import DOCUMENT, DTYPES, SIGNATURE, build, output_metas
-from npugrad.ops._group_norm_backward_rules import CONSTRAINTS, NOT_EXPRESSIBLE
+from npugrad.operator import Sample
+from npugrad.ops import _normalisation as normalisation
 from npugrad.ops._group_norm_backward_workloads import WORKLOADS
-from npugrad.ops._normalisation import extra_tolerance, make_inputs, masked_samples
+from npugrad.page import Page
 from npugrad.products import Product
 from npugrad.references.group_norm_backward import reference
 
@@ -25,35 +26,195 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from npugrad.operator import Arrays
+    from npugrad.operator import Arrays, VendorCode
 
-
-_tensor = SIGNATURE.tensor
-_READS = SIGNATURE.reads()
+DOCUMENT = "aclnnGroupNormBackward"
+_A2_A3 = frozenset({Product.ATLAS_A2, Product.ATLAS_A3})
 _SAME = "rank 0 to 8, dtype of grad_out."
 _LIKE_GAMMA = "Shape of gamma, (c) without gamma, dtype of grad_out."
-_PARAMS = (
-    _tensor("grad_out", "n*c*hxw elements in any shape of rank 0 to 8. Gradient of the normalised output."),
-    _tensor("input", f"n*c*hxw elements in any shape of {_SAME} The forward input."),
-    _tensor("mean", f"n*group elements, {_SAME} Mean of each group of each sample."),
-    _tensor("rstd", f"n*group elements, {_SAME} Reciprocal standard deviation of each group of each sample."),
-    _tensor("gamma", f"c elements, {_SAME} Scale of each channel, ones when null."),
-    SIGNATURE.attr("n", "int64", "Number of samples."),
-    SIGNATURE.attr("c", "int64", "Number of channels, a multiple of group."),
-    SIGNATURE.attr("hxw", "int64", "Elements of one channel of one sample."),
-    SIGNATURE.attr("group", "int64", "Number of groups, above 0."),
-    SIGNATURE.mask(),
-    _tensor("grad_input", "Shape of input, dtype of grad_out. Gradient of input."),
-    _tensor("grad_gamma", f"{_LIKE_GAMMA} Gradient of gamma. 0 if hxw is 0, where PyTorch gives NaN."),
-    _tensor("grad_beta", f"{_LIKE_GAMMA} Gradient of beta."),
+
+
+def build(
+    *,
+    dtype: DType | str = DType.FLOAT32,
+    product: Product = Product.ATLAS_A2,
+    n: int = 2,
+    c: int = 6,
+    hxw: int = 4,
+    group: int = 3,
+    shape: tuple[int, ...] | None = None,
+    with_gamma: bool = True,
+    output_mask: tuple[bool, ...] = (True, True, True),
+) -> CallMeta:
+    """A legal call: n samples, c channels in `group` groups of hxw elements; `shape`: (n, c, hxw)."""
+    data = TensorMeta(dtype, (n, c, hxw) if shape is None else shape)
+    statistics, gamma = TensorMeta(dtype, (n, group)), TensorMeta(dtype, (c,)) if with_gamma else None
+    return CallMeta(
+        inputs={"grad_out": data, "input": data, "mean": statistics, "rstd": statistics, "gamma": gamma},
+        attrs={"n": n, "c": c, "hxw": hxw, "group": group, "output_mask": output_mask},
+        product=product,
+    )
+
+
+def _gamma_shape(call: CallMeta) -> tuple[int, ...]:
+    gamma = call.inputs["gamma"]
+    return (call.integer("c"),) if gamma is None else gamma.shape
+
+
+def _like_gamma(call: CallMeta) -> TensorMeta:
+    return TensorMeta(call.tensor("grad_out").dtype, _gamma_shape(call))
+
+
+p = Page(
+    DOCUMENT,
+    "ops-nn",
+    {
+        Product.ATLAS_TRAINING: DOCUMENT,
+        Product.ATLAS_A2: DOCUMENT,
+        Product.ATLAS_A3: "newer vendor documents and source",
+    },
 )
+_F = normalisation.FLOATS
+p.input("grad_out", _F, "n*c*hxw elements in any shape of rank 0 to 8. Gradient of the normalised output.")
+p.input("input", _F, f"n*c*hxw elements in any shape of {_SAME} The forward input.")
+p.input("mean", _F, f"n*group elements, {_SAME} Mean of each group of each sample.", draw=normalisation.MEAN)
+p.input(
+    "rstd",
+    _F,
+    f"n*group elements, {_SAME} Reciprocal standard deviation of each group of each sample.",
+    draw=normalisation.RSTD,
+)
+p.input(
+    "gamma",
+    _F,
+    f"c elements, {_SAME} Scale of each channel, ones when null.",
+    optional=True,
+    draw=normalisation.SCALE,
+)
+p.attr("n", "int64", "Number of samples.", c_name="N")
+p.attr("c", "int64", "Number of channels, a multiple of group.", c_name="C")
+p.attr("hxw", "int64", "Elements of one channel of one sample.", c_name="HxW")
+p.attr("group", "int64", "Number of groups, above 0.")
+p.attr("output_mask", "bool_array", "Three bools: compute grad_input, grad_gamma, grad_beta.")
+p.output("grad_input", "input", "Shape of input, dtype of grad_out. Gradient of input.")
+p.output(
+    "grad_gamma",
+    "gamma",
+    f"{_LIKE_GAMMA} Gradient of gamma. 0 if hxw is 0, where PyTorch gives NaN.",
+    c_name="gradGammaOut",
+    meta=_like_gamma,
+)
+p.output("grad_beta", "gamma", f"{_LIKE_GAMMA} Gradient of beta.", c_name="gradBetaOut", meta=_like_gamma)
+
+
+# The vendor's source checks no sign, but no tensor has a negative number of elements.
+
+
+def _vendor_on_negative_c(call: CallMeta) -> VendorCode:
+    has_counted = call.integer("n") * call.integer("hxw") or call.inputs["gamma"] is not None
+    is_seen = has_counted or p.is_wanted(call, "grad_gamma") or p.is_wanted(call, "grad_beta")
+    return PARAM_INVALID if is_seen else "accepts"
+
+
+def _negative_c(call: CallMeta) -> Iterator[CallMeta]:
+    nothing_counted = call.with_inputs(gamma=None).with_attrs(output_mask=(True, False, False))
+    for each in (call,) if call.integer("n") * call.integer("hxw") else (nothing_counted,):
+        yield each.with_attrs(c=-call.integer("group"))
+
+
+def _vendor_on_negative_hxw(call: CallMeta) -> VendorCode:
+    return PARAM_INVALID if call.integer("n") * call.integer("c") else "accepts"
+
+
+_NEGATIVE = (
+    "The document calls it a size; the vendor's source compares element counts only, and so accepts a "
+    "negative value on which no tensor's count depends. npugrad: refused."
+)
+_SIZES = ("n.non_negative", "c.non_negative", "hxw.non_negative")
+
+p.rule(rules.not_null, "grad_out input mean rstd", row=1, check=2)
+p.rule(
+    rules.not_null,
+    "grad_input grad_gamma grad_beta",
+    row=[2, 3, 4],
+    check=5,
+    requires=("output_mask.length",),
+    vendor=PARAM_INVALID,
+    pick="The document gives 161001, the vendor's source returns 161002. npugrad: 161001.",
+)
+p.rule(
+    rules.not_null,
+    "output_mask",
+    check=3,
+    code=PARAM_INVALID,
+    pick="The document gives no code; the vendor's source returns 161002, not 161001. npugrad: 161002.",
+)
+p.rule(rules.entries(3), "output_mask", check=4)
+p.rule(rules.dtype_in(), "grad_out", row=1, check=6)
+p.rule(rules.same_dtype("grad_out"), "input mean rstd gamma grad_input grad_gamma grad_beta", row=2, check=8)
+p.rule(rules.at_least(0, "non_negative"), "n", vendor=PARAM_INVALID, pick=_NEGATIVE)
+p.rule(
+    rules.at_least(0, "non_negative"), "c", breaks=_negative_c, vendor=_vendor_on_negative_c, pick=_NEGATIVE
+)
+p.rule(rules.at_least(0, "non_negative"), "hxw", vendor=_vendor_on_negative_hxw, pick=_NEGATIVE)
+p.rule(rules.at_least(1, "positive"), "group", row=6, check=9)
+p.rule(
+    rules.divisible_by("group"),
+    "c",
+    row=7,
+    check=10,
+    requires=("group.positive",),
+    breaks=p.built(build, c=7, group=3),
+)
+p.rule(
+    rules.at_most(8000, "per_group", per="group"),
+    "c",
+    entry=1,
+    check=11,
+    requires=("group.positive",),
+    products=_A2_A3,
+    breaks=p.built(build, n=1, c=8001, hxw=1, group=1),
+)
+p.rule(
+    rules.at_most(240_000, "limit"),
+    "c",
+    check=12,
+    products=_A2_A3,
+    breaks=p.built(build, n=1, c=240_060, hxw=1, group=60),
+    pick="Known from the vendor's source and newer documents only. npugrad: enforced.",
+)
+p.rule(rules.rank_in(0, 8), "grad_out", check=13)
+p.rule(
+    rules.rank_in(0, 8),
+    "input mean rstd gamma",
+    vendor="accepts",
+    pick="The document says rank 0 to 8; the vendor's source checks gradOut only. npugrad: refused.",
+)
+p.rule(rules.count("n*c*hxw"), "grad_out input", row=[None, 8], check=[14, 15], requires=_SIZES)
+p.rule(
+    rules.count("n*group"),
+    "mean rstd",
+    row=[9, 10],
+    check=[16, 17],
+    requires=("n.non_negative", "group.positive"),
+)
+p.rule(rules.count("c"), "gamma", row=11, check=18, requires=("c.non_negative",))
+p.rule(rules.same_shape("input"), "grad_input", row=3, check=19)
+p.rule(
+    rules.shape_is(_gamma_shape, "the shape of gamma or (c)", "gamma"),
+    "grad_gamma grad_beta",
+    row=[4, 5],
+    check=[20, 21],
+)
+p.lenient("workspaceSize and executor are created by the service, never null", check=1)
+p.lenient("a rule of a newer product, which the service does not serve", check=7)
 
 
 def _samples(product: Product) -> Iterator[Sample]:
-    for dtype in DTYPES[product]:
+    for dtype in normalisation.FLOATS[product]:
         yield Sample(f"{dtype}", build(dtype=dtype, product=product))
         yield Sample(f"{dtype}-no_gamma", build(dtype=dtype, product=product, with_gamma=False))
-    yield from masked_samples(build, product)
+    yield from normalisation.masked_samples(build, product)
     yield Sample("one_group_of_one", build(product=product, n=1, c=1, hxw=1, group=1, shape=()))
     yield Sample("rank8", build(product=product, n=1, c=4, hxw=8, group=2, shape=(1, 4, 2, 1, 2, 1, 2, 1)))
     yield Sample("empty_n", build(product=product, n=0))
@@ -65,35 +226,23 @@ def _samples(product: Product) -> Iterator[Sample]:
 
 
 def _make_inputs(call: CallMeta, rng: np.random.Generator) -> dict[str, npt.NDArray[Any] | None]:
-    return make_inputs(call, rng, _sizes(call.attrs))
+    return normalisation.make_inputs(call, rng, _sizes(call.attrs))
 
 
 def _extra_tolerance(inputs: Arrays, attrs: Mapping[str, Any], output: str) -> float:
     if output != "grad_input":
         return 0.0
-    return extra_tolerance(inputs["grad_out"], inputs["rstd"], inputs["gamma"], _sizes(attrs))
+    return normalisation.extra_tolerance(inputs["grad_out"], inputs["rstd"], inputs["gamma"], _sizes(attrs))
 
 
 def _sizes(attrs: Mapping[str, Any]) -> tuple[int, int, int, int]:
     return attrs["n"], attrs["group"], attrs["c"] // attrs["group"], attrs["hxw"]
 
 
-GROUP_NORM_BACKWARD = OpRecord(
-    name="group_norm_backward",
-    aclnn_name=DOCUMENT,
+GROUP_NORM_BACKWARD = p.record(
+    "group_norm_backward",
     summary="Gradients of group normalisation with respect to its input, scale and shift.",
-    documents=(DOCUMENT,),
-    repositories=("ops-nn",),
-    params=_PARAMS,
-    products={
-        Product.ATLAS_TRAINING: DOCUMENT,
-        Product.ATLAS_A2: DOCUMENT,
-        Product.ATLAS_A3: "newer vendor documents and source",
-    },
-    constraints=CONSTRAINTS,
-    not_expressible=NOT_EXPRESSIBLE,
-    output_metas=output_metas,
-    reads=lambda call: _READS,
+    reads=lambda call: normalisation.reads("gamma", "grad_input", "grad_gamma", "grad_beta"),
     reference=reference,
     build=build,
     samples=_samples,
@@ -109,4 +258,4 @@ GROUP_NORM_BACKWARD = OpRecord(
         takes=lambda call: call.inputs["gamma"] is not None or not any((call.mask() or ())[1:]),
     ),
 )
-"""The record; order of params is the order of aclnnGroupNormBackwardGetWorkspaceSize."""
+"""The record; order of parameters is the order of aclnnGroupNormBackwardGetWorkspaceSize."""

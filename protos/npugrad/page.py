@@ -1,0 +1,399 @@
+"""`Page`: an operator's record, written down in the order of its official page.
+
+First the parameters, in the order of the C signature; then the rules, each a kind of `npugrad.rules`, with
+the row of the page's error table and the number of the vendor's check.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import chain, compress
+from typing import TYPE_CHECKING, Any, Literal
+
+from npugrad import changes
+from npugrad.error_table import PARAM_INVALID
+from npugrad.errors import Source
+from npugrad.generators import Draw
+from npugrad.meta import TensorMeta
+from npugrad.operator import AttrParam, Constraint, NotExpressible, OpRecord, TensorParam
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from npugrad.attributes import AttrType
+    from npugrad.dtypes import DType
+    from npugrad.meta import CallMeta
+    from npugrad.operator import Finding, Param
+    from npugrad.products import Product
+
+    Check = Callable[[CallMeta], Finding | None]
+    DTypes = Mapping[Product, tuple[DType, ...]]
+    Numbers = int | tuple[int, ...] | list[int | None] | None
+    """One number, several, or as a list one for each operand of the rule."""
+
+MASK = "output_mask"
+_NORMAL = Draw("normal")
+_MADE_BY_SERVICE = ("workspaceSize", "executor", "workspace", "stream")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """One rule about one operand, as a kind of `npugrad.rules` makes it.
+
+    Attributes:
+        kind: Second half of its identifier.
+        text: The sentence; without a full stop, the operand's name in C goes before it.
+        check: Returns None if it holds; asked about an output only if it is wanted.
+        breaks: Changes of a legal call, one of which breaks it and nothing else.
+        about: Further operands that it concerns.
+        requires: Constraints to hold first, besides those against null pointers.
+        code: aclnn code of a call that violates it.
+        is_always: Whether it is asked about outputs that are masked out, too.
+        is_nullable: Whether it is asked about operands that are null, too.
+    """
+
+    kind: str
+    text: str
+    check: Check
+    breaks: changes.Candidates
+    about: tuple[str, ...] = ()
+    requires: tuple[str, ...] = ()
+    code: int = PARAM_INVALID
+    is_always: bool = False
+    is_nullable: bool = False
+
+
+@dataclass
+class Page:
+    """One operator's page.
+
+    Attributes:
+        document: Official name of the operator.
+        repository: The vendor's public repository with its checks.
+        products: Products that have it, with the source of that fact.
+        editions: Titles of its pages; the entries of a later one's constraint section are counted from its
+            place in this list, as it has one more before them. By default the document itself.
+        accepts_unchecked: Whether a call succeeds before anything is checked.
+        keeps_format: Whether outputs have the storage format of the inputs that they are like, else ND.
+        arranged: The call with the axes of its operands in the order of `axes`, and what is said of that.
+        params: Parameters by name, in the order of the C signature.
+        axes: Sizes on the axes of tensors, in the words of the page.
+        leaders: Which axis of which input defines a size.
+    """
+
+    document: str
+    repository: str
+    products: Mapping[Product, str]
+    editions: tuple[str, ...] = ()
+    accepts_unchecked: Callable[[CallMeta], bool] = lambda call: False
+    keeps_format: bool = False
+    arranged: Callable[[CallMeta], tuple[CallMeta, str]] = lambda call: (call, "")
+    params: dict[str, Param] = field(default_factory=dict)
+    axes: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    leaders: dict[str, tuple[str, int]] = field(default_factory=dict)
+    _constraints: dict[str, Constraint] = field(default_factory=dict)
+    _applying: dict[Product, dict[str, Constraint]] = field(default_factory=dict)
+    _not_expressible: list[NotExpressible] = field(default_factory=list)
+    _followers: dict[str, list[str]] = field(default_factory=dict)
+    _bits: dict[str, int | None] = field(default_factory=dict)
+    _metas: dict[str, Callable[[CallMeta], TensorMeta]] = field(default_factory=dict)
+
+    # ---------------------------------------------------------------------------- parameters
+
+    def input(self, name: str, dtypes: DTypes, doc: str, *, axes: str = "", **extra: Any) -> None:
+        """An input; `axes` names its sizes; `extra` is the rest of `TensorParam`, its `axes` as `order`."""
+        self._tensor(name, "input", {"dtypes": dtypes, "doc": doc, "draw": _NORMAL, **extra})
+        self.axes[name] = tuple(axes.split())
+
+    def output(
+        self,
+        name: str,
+        like: str,
+        doc: str,
+        *,
+        meta: Callable[[CallMeta], TensorMeta] | None = None,
+        **extra: Any,
+    ) -> None:
+        """An output with dtype and shape of an input, or as `meta` says; it has a bit of the mask, if any."""
+        bit = len(self._metas) if MASK in self.params else None
+        extra = {"dtypes": self.tensor(like).dtypes, "doc": doc, "masked_by": bit, **extra}
+        self._tensor(name, "output", extra)
+        self._bits[name] = bit
+        self._metas[name] = meta or (lambda call: self._alike(call, name, like))
+
+    def attr(self, name: str, kind: AttrType, doc: str, **extra: Any) -> None:
+        """An attribute; `extra` is the rest of `AttrParam`."""
+        extra = {"c_name": camel_case(name), **extra}
+        self.params[name] = AttrParam(name=name, type=kind, doc=doc, **extra)
+
+    def _tensor(self, name: str, role: Literal["input", "output"], extra: dict[str, Any]) -> None:
+        order = extra.pop("order", None)
+        extra = {"c_name": camel_case(name), **extra}
+        self.params[name] = TensorParam(name=name, role=role, axes=order, **extra)
+
+    def sizes(self, names: str, *, of: str) -> None:
+        """Which input defines sizes: the others that have them are compared with it."""
+        self.leaders |= {name: (of, self.axes[of].index(name)) for name in names.split()}
+
+    def tensor(self, name: str) -> TensorParam:
+        """The input or output of that name."""
+        param = self.params[name]
+        assert isinstance(param, TensorParam), name
+        return param
+
+    def _alike(self, call: CallMeta, name: str, like: str) -> TensorMeta:
+        """What an output is inferred to be: like an input, in its own first type if it lacks the input's."""
+        meta, dtypes = call.tensor(like), self.tensor(name).dtypes.get(call.product)
+        if self.keeps_format:
+            return meta
+        return TensorMeta(meta.dtype if not dtypes or meta.dtype in dtypes else dtypes[0], meta.shape)
+
+    @property
+    def inputs(self) -> list[TensorParam]:
+        """The inputs."""
+        return [p for p in self.params.values() if isinstance(p, TensorParam) and p.role == "input"]
+
+    def shape_of(self, name: str, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """The shape of a tensor for given sizes."""
+        return tuple(int(axis) if axis.isdigit() else sizes[axis] for axis in self.axes[name])
+
+    def is_output(self, name: str) -> bool:
+        """Whether it is one."""
+        return name in self._metas
+
+    def output_metas(self, call: CallMeta) -> dict[str, TensorMeta]:
+        """Metas of all outputs of a legal call: as declared, else as inferred."""
+        metas = {name: call.declared(name) or infer(call) for name, infer in self._metas.items()}
+        return {name: meta.contiguous() for name, meta in metas.items()}
+
+    def is_wanted(self, call: CallMeta, name: str) -> bool:
+        """Whether the mask, if any, is legal and includes an output."""
+        bit = self._bits[name]
+        if bit is None:
+            return True
+        mask = call.mask()
+        return mask is not None and len(mask) == len(self._metas) and mask[bit]
+
+    # ---------------------------------------------------------------------------- rules
+
+    def rule(
+        self,
+        kind: Callable[[Page, str], Rule],
+        names: str,
+        *,
+        row: Numbers = None,
+        check: Numbers = None,
+        entry: Numbers = None,
+        cite: str = "",
+        **extra: Any,
+    ) -> None:
+        """A rule about each of some operands.
+
+        Args:
+            kind: Makes the rule of an operand.
+            names: The operands, with spaces between them.
+            row: Row of the page's error table for the rule's code, from 1.
+            check: Check of the first phase in the vendor's source, from 1.
+            entry: Entry of the page's constraint section, from 1.
+            cite: Further operands whose descriptions on the page say it.
+            extra: `id`, `text`, `code` and `breaks`, if not those of the kind; `requires`, in addition to the
+                kind's, with ``{}`` for the operand; `vendor` for `vendor_code`; else for `Constraint`.
+        """
+        for place, name in enumerate(names.split()):
+            made, options = kind(self, name), dict(extra)
+            code = options.pop("code", made.code)
+            sources = (
+                *self._rows(code, _numbers(row, place)),
+                *self._entries(_numbers(entry, place)),
+                *(self._check(number) for number in _numbers(check, place)),
+                *chain.from_iterable(
+                    self._sources("parameters", self.params[each].c_name) for each in cite.split()
+                ),
+            )
+            self._add(name, made, code, sources, options)
+
+    def _add(
+        self, name: str, made: Rule, code: int, sources: tuple[Source, ...], options: dict[str, Any]
+    ) -> None:
+        vendor = options.pop("vendor", code)
+        identifier = options.pop("id", f"{name}.{made.kind}")
+        if identifier in self._constraints:
+            raise ValueError(f"{self.document}: two rules have the identifier {identifier}")
+        requires = (*self._required(made, name), *made.requires, *options.pop("requires", ()))
+        requires = tuple(dict.fromkeys(each.format(name) for each in requires))
+        self._constraints[identifier] = Constraint(
+            id=identifier,
+            code=code,
+            text=options.pop("text", self._sentence(name, made)),
+            sources=(*sources, *self._cited(name, made)),
+            operands=(name, *made.about),
+            check=self._asked(name, made),
+            violate=self._violate(identifier, options.pop("breaks", made.breaks), vendor),
+            requires=requires,
+            vendor_code=vendor,
+            **options,
+        )
+
+    def _sentence(self, name: str, made: Rule) -> str:
+        if name not in self.params:
+            return made.text
+        is_whole = made.text.endswith(".")
+        sentence = made.text if is_whole else f"{self.params[name].c_name} {made.text}."
+        if made.is_always or not self._is_masked(name):
+            return sentence
+        return f"When outputMask[{self.tensor(name).masked_by}] is true, {sentence}"
+
+    def _cited(self, name: str, made: Rule) -> Iterator[Source]:
+        """Where the page describes the operand, and attributes that its rule is about."""
+        if name not in self.params:
+            yield from self._sources("supported products", "list")
+            return
+        is_cited = [made.is_nullable or isinstance(self.params[each], AttrParam) for each in made.about]
+        for each in (name, *compress(made.about, is_cited)):
+            yield from self._sources("parameters", self.params[each].c_name)
+
+    def _sources(self, section: str, place: str) -> Iterator[Source]:
+        """A place of each edition of the page."""
+        return (Source(title, section, place) for title in self.editions or (self.document,))
+
+    def _rows(self, code: int, rows: Sequence[int]) -> Iterator[Source]:
+        for row in rows:
+            yield from self._sources(f"return codes, {code}", f"row {row}")
+
+    def _entries(self, entries: Sequence[int]) -> Iterator[Source]:
+        """Entries of the constraint section; a later edition has one more before them, so 0 is its first."""
+        for entry in entries:
+            for place, title in enumerate(self.editions or (self.document,), entry):
+                if place:
+                    yield Source(title, "constraints", f"entry {place}")
+
+    def _check(self, number: int) -> Source:
+        return Source(f"vendor source ({self.repository})", f"checks of {self.document}", f"check {number}")
+
+    def _required(self, made: Rule, name: str) -> Iterator[str]:
+        """What a rule requires because of its operands: that none is null, and that the mask is legal."""
+        masks = [f"{MASK}.length"] if self._is_masked(name) else []
+        nulls = [] if made.is_nullable else [f"{each}.not_null" for each in (name, *made.about)]
+        return (each for each in (*masks, *nulls) if each in self._constraints)
+
+    def _is_masked(self, name: str) -> bool:
+        """Whether rules about an operand hold only if the mask includes it."""
+        if not self.is_output(name):
+            return False
+        output = self.tensor(name)
+        return output.masked_by is not None and output.when_masked == "null"
+
+    def _asked(self, name: str, made: Rule) -> Check:
+        if made.is_always or not self._is_masked(name):
+            return made.check
+        return lambda call: made.check(call) if self.is_wanted(call, name) else None
+
+    def _violate(
+        self, identifier: str, candidates: changes.Candidates, vendor: object
+    ) -> Callable[[CallMeta], CallMeta | None]:
+        def violate(call: CallMeta) -> CallMeta | None:
+            if self.accepts_unchecked(call):
+                return None
+            found = (each for each in candidates(call) if self._breaks_only(identifier, each))
+            if not callable(vendor):
+                return next(found, None)
+            # The vendor's codes take turns, so that samples of different text show all of them.
+            by_code = {vendor(each): each for each in found}
+            codes = sorted(by_code, key=str)
+            return by_code[codes[len(call.summary) % len(codes)]] if codes else None
+
+        return violate
+
+    def _breaks_only(self, name: str, call: CallMeta) -> bool:
+        if self.accepts_unchecked(call):
+            return False
+        if call.product not in self._applying:
+            constraints = (each for each in self._constraints.values() if each.applies(call.product))
+            self._applying[call.product] = {each.id: each for each in constraints}
+        return changes.breaks_only(name, self._applying[call.product], call)
+
+    def edited(self, name: str, edits: Iterator[changes.Edit]) -> changes.Candidates:
+        """Edits an operand alone, or with those that follow it, or all inputs alike."""
+
+        def groups(call: CallMeta) -> Iterator[list[str]]:
+            yield [name]
+            yield self._with_followers(name)
+            yield [each for each in call.inputs if each != name] + [name]
+
+        return changes.edited(groups, edits, self.output_metas)
+
+    def resized(self, name: str, size: str, *numbers: int) -> changes.Candidates:
+        """Sets a size, to one more by default: on an operand, with those of its shape, or everywhere."""
+
+        def groups(call: CallMeta) -> Iterator[list[str]]:
+            having = [each for each, axes in self.axes.items() if size in axes]
+            like = [each for each in having if self.axes[each] == self.axes[name]]
+            yield from ([name], like, having)
+
+        def resize(number: int | None) -> changes.Edit:
+            def edit(each: str, meta: TensorMeta) -> TensorMeta:
+                shape = list(meta.shape)
+                axis = self.axes[each].index(size)
+                if axis < len(shape):
+                    shape[axis] = shape[axis] + 1 if number is None else number
+                return TensorMeta(meta.dtype, shape, meta.format)
+
+            return edit
+
+        edits = map(resize, (number for number in numbers if number >= 0) if numbers else (None,))
+        return changes.edited(groups, edits, self.output_metas)
+
+    def built(self, build: Callable[..., CallMeta], **sizes: Any) -> changes.Candidates:
+        """A call of other sizes, with the type, product and mask of the call that it takes the place of."""
+
+        def candidates(call: CallMeta) -> Iterator[CallMeta]:
+            made = build(dtype=call.tensor(next(iter(call.inputs))).dtype, product=call.product, **sizes)
+            yield made.with_attrs(**{MASK: call.attrs[MASK]}) if MASK in call.attrs else made
+
+        return candidates
+
+    def follow(self, leader: str, name: str) -> None:
+        """Notes that an operand has the type of another: rules about the other change both."""
+        self._followers.setdefault(leader, []).append(name)
+
+    def _with_followers(self, name: str) -> list[str]:
+        found = [each for each in self._followers.get(name, ()) if not self.is_output(each)]
+        return [name, *chain.from_iterable(map(self._with_followers, found))]
+
+    def lenient(self, reason: str, *, check: Numbers = None, entry: Numbers = None, name: str = "") -> None:
+        """A part of the page, or a check, that no call can break, and why."""
+        sources = (
+            *(self._check(number) for number in _numbers(check, 0)),
+            *self._entries(_numbers(entry, 0)),
+            *(self._sources("parameters", self.params[name].c_name) if name else ()),
+        )
+        self._not_expressible += [NotExpressible(source, reason) for source in sources]
+
+    def record(self, name: str, **extra: Any) -> OpRecord:
+        """The record: what is written on this page, and the attributes of `OpRecord` that it lacks."""
+        made = chain.from_iterable(self._sources("parameters", each) for each in _MADE_BY_SERVICE)
+        reason = "created by the service, never null"
+        return OpRecord(
+            name=name,
+            aclnn_name=self.document,
+            documents=self.editions or (self.document,),
+            repositories=(self.repository,),
+            params=tuple(self.params.values()),
+            products=self.products,
+            constraints=tuple(self._constraints.values()),
+            not_expressible=(*self._not_expressible, *(NotExpressible(each, reason) for each in made)),
+            output_metas=self.output_metas,
+            accepts_unchecked=self.accepts_unchecked,
+            **extra,
+        )
+
+
+def _numbers(numbers: Numbers, place: int) -> tuple[int, ...]:
+    chosen = numbers[place] if isinstance(numbers, list) else numbers
+    return () if chosen is None else chosen if isinstance(chosen, tuple) else (chosen,)
+
+
+def camel_case(name: str) -> str:
+    """``gradOut`` of ``grad_out``."""
+    first, *others = name.split("_")
+    return first + "".join(map(str.capitalize, others))
