@@ -47,7 +47,7 @@ def breaks_only(name: str, constraints: Mapping[str, Constraint], call: CallMeta
     def is_broken(constraint: Constraint) -> bool:
         return is_reached(constraint) and not is_kept(constraint)
 
-    if not is_broken(constraints[name]):
+    if name not in constraints or not is_broken(constraints[name]):
         return False
     asked = (each for each in constraints.values() if each.alone or not constraints[name].alone)
     return not any(each.id != name and is_broken(each) for each in asked)

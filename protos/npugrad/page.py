@@ -325,23 +325,28 @@ class Page:
     def resized(self, name: str, size: str, *numbers: int) -> changes.Candidates:
         """Sets a size, to one more by default: on an operand, with those of its shape, or everywhere."""
 
-        def groups(call: CallMeta) -> Iterator[list[str]]:
-            having = [each for each, axes in self.axes.items() if size in axes]
+        def candidates(call: CallMeta) -> Iterator[CallMeta]:
+            leader, place = self.leaders[size]
+            old = call.tensor(leader).shape[place]
+            having = [each for each, axes in self.axes.items() if size in axes and call.inputs[each]]
             like = [each for each in having if self.axes[each] == self.axes[name]]
-            yield from ([name], like, having)
+            for group in ([name], like, having):
+                for new in (number for number in numbers or (old + 1,) if number >= 0):
+                    metas = {
+                        each: self._with_size(call.tensor(each), each, size, (old, new)) for each in group
+                    }
+                    yield changes.with_metas(call, metas)
 
-        def resize(number: int | None) -> changes.Edit:
-            def edit(each: str, meta: TensorMeta) -> TensorMeta:
-                shape = list(meta.shape)
-                axis = self.axes[each].index(size)
-                if axis < len(shape):
-                    shape[axis] = shape[axis] + 1 if number is None else number
-                return TensorMeta(meta.dtype, shape, meta.format)
+        return candidates
 
-            return edit
-
-        edits = map(resize, (number for number in numbers if number >= 0) if numbers else (None,))
-        return changes.edited(groups, edits, self.output_metas)
+    def _with_size(self, meta: TensorMeta, name: str, size: str, old_new: tuple[int, int]) -> TensorMeta:
+        """Another size of an operand, whose last two axes may be one."""
+        axis, shape, (old, new) = self.axes[name].index(size), list(meta.shape), old_new
+        if axis < meta.rank - (meta.rank < len(self.axes[name])):
+            shape[axis] = new
+        else:
+            shape[-1] = shape[-1] // max(old, 1) * new
+        return TensorMeta(meta.dtype, shape, meta.format)
 
     def built(self, build: Callable[..., CallMeta], **sizes: Any) -> changes.Candidates:
         """A call of other sizes, with the type, product and mask of the call that it takes the place of."""

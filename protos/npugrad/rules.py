@@ -396,13 +396,16 @@ def one_of_choices(*, tolerated: tuple[int, ...] = ()) -> Kind:
 
 def at_least(low: int, kind_name: str) -> Kind:
     """An integer is not below a number."""
+    text, expected = f"is greater than {low - 1}", f"above {low - 1}"
+    if not low:
+        text, expected = "is not negative", "0 or more"
 
     def kind(page: Page, name: str) -> Rule:
         def check(call: CallMeta) -> Finding | None:
-            return None if call.integer(name) >= low else Finding(str(call.integer(name)), f"{low} or more")
+            return None if call.integer(name) >= low else Finding(str(call.integer(name)), expected)
 
         others = changes.numbered(name, range(low - 1, low - 9, -1))
-        return Rule(kind=kind_name, text=f"is {low} or more", check=check, breaks=others)
+        return Rule(kind=kind_name, text=text, check=check, breaks=others)
 
     return kind
 

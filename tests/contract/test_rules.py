@@ -76,7 +76,7 @@ CASES: list[tuple[r.Kind, str, CallMeta, str, str]] = [
     (r.entries(2), "sizes", CALL.with_attrs(sizes=(1,)), "1 entries", "2 entries"),
     (r.entries(1, 2), "sizes", CALL.with_attrs(sizes=()), "0 entries", "1 to 2 entries"),
     (r.one_of_choices(), "mode", CALL.with_attrs(mode=6), "6", "0 (bilinear) or 1 (nearest)"),
-    (r.at_least(1, "positive"), "n", CALL.with_attrs(n=0), "0", "1 or more"),
+    (r.at_least(1, "positive"), "n", CALL.with_attrs(n=0), "0", "above 0"),
 ]
 UNCHANGEABLE = [
     (r.at_most(5, "limit"), "n", CALL, "6", "at most 5"),
