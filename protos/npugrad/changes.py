@@ -145,3 +145,15 @@ def lengthened() -> Iterator[Edit]:
 def on(product: Product) -> Candidates:
     """The call for another product."""
     return lambda call: [replace(call, product=product)]
+
+
+def with_size(
+    meta: TensorMeta, name: str, axes: Mapping[str, Sequence[str]], size: str, old_new: tuple[int, int]
+) -> TensorMeta:
+    """Another size of an operand with sizes `axes`, whose last two axes may be one."""
+    axis, shape, (old, new) = axes[name].index(size), list(meta.shape), old_new
+    if axis < meta.rank - (meta.rank < len(axes[name])):
+        shape[axis] = new
+    else:
+        shape[-1] = shape[-1] // max(old, 1) * new
+    return TensorMeta(meta.dtype, shape, meta.format)

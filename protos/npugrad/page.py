@@ -7,6 +7,7 @@ the row of the page's error table and the number of the vendor's check.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain, compress
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -332,21 +333,10 @@ class Page:
             like = [each for each in having if self.axes[each] == self.axes[name]]
             for group in ([name], like, having):
                 for new in (number for number in numbers or (old + 1,) if number >= 0):
-                    metas = {
-                        each: self._with_size(call.tensor(each), each, size, (old, new)) for each in group
-                    }
-                    yield changes.with_metas(call, metas)
+                    edit = partial(changes.with_size, axes=self.axes, size=size, old_new=(old, new))
+                    yield changes.with_metas(call, {each: edit(call.tensor(each), each) for each in group})
 
         return candidates
-
-    def _with_size(self, meta: TensorMeta, name: str, size: str, old_new: tuple[int, int]) -> TensorMeta:
-        """Another size of an operand, whose last two axes may be one."""
-        axis, shape, (old, new) = self.axes[name].index(size), list(meta.shape), old_new
-        if axis < meta.rank - (meta.rank < len(self.axes[name])):
-            shape[axis] = new
-        else:
-            shape[-1] = shape[-1] // max(old, 1) * new
-        return TensorMeta(meta.dtype, shape, meta.format)
 
     def built(self, build: Callable[..., CallMeta], **sizes: Any) -> changes.Candidates:
         """A call of other sizes, with the type, product and mask of the call that it takes the place of."""

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from npugrad import CallMeta, DType, Format, Product, TensorMeta
 from npugrad import rules as r
 from npugrad.changes import numbered
 from npugrad.operator import Constraint
-from npugrad.page import Page
+from npugrad.page import Page, Rule
 
+Kind = Callable[[Page, str], Rule]
 FLOATS = dict.fromkeys(Product, (DType.FLOAT32, DType.BFLOAT16))
 X = TensorMeta("float32", (2, 3, 4))
 CALL = CallMeta(
@@ -37,7 +40,7 @@ def page() -> Page:
     return made
 
 
-def added(page: Page, kind: r.Kind, name: str) -> Constraint:
+def added(page: Page, kind: Kind, name: str) -> Constraint:
     page.rule(kind, name, id="made")
     return page.record("made", **dict.fromkeys(_OTHERS)).constraints[-1]
 
@@ -48,7 +51,7 @@ _OTHERS = (
 )
 CHANGED = CALL.with_inputs(x=TensorMeta("float16", (2, 5, 4), "NCHW"))
 # A kind, its operand, a call that breaks it, what is found and expected in it.
-CASES: list[tuple[r.Kind, str, CallMeta, str, str]] = [
+CASES: list[tuple[Kind, str, CallMeta, str, str]] = [
     (r.not_null, "x", CALL.with_inputs(x=None), "null", "a tensor"),
     (r.not_null, "sizes", CALL.with_attrs(sizes=None), "null", "a value"),
     (r.not_null, "y", CALL.with_outputs(y=None), "null", "a tensor"),
@@ -87,7 +90,7 @@ UNCHANGEABLE = [
 
 @pytest.mark.parametrize("case", CASES + UNCHANGEABLE, ids=lambda case: case[1])
 def test_a_rule_tells_what_it_found_and_expected(
-    page: Page, case: tuple[r.Kind, str, CallMeta, str, str]
+    page: Page, case: tuple[Kind, str, CallMeta, str, str]
 ) -> None:
     kind, name, call, found, expected = case
     finding = added(page, kind, name).check(call)
@@ -96,7 +99,7 @@ def test_a_rule_tells_what_it_found_and_expected(
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case[1])
-def test_a_kind_breaks_its_rule_alone(page: Page, case: tuple[r.Kind, str, CallMeta, str, str]) -> None:
+def test_a_kind_breaks_its_rule_alone(page: Page, case: tuple[Kind, str, CallMeta, str, str]) -> None:
     constraint = added(page, case[0], case[1])
     if constraint.check(CALL) is not None:
         return  # the call is not legal to begin with
@@ -106,7 +109,7 @@ def test_a_kind_breaks_its_rule_alone(page: Page, case: tuple[r.Kind, str, CallM
 
 
 @pytest.mark.parametrize("kind", [r.same_dtype("x"), r.rank_in(1, 1), r.count("n"), r.same_shape("x")])
-def test_what_is_null_breaks_no_rule_but_that_against_it(page: Page, kind: r.Kind) -> None:
+def test_what_is_null_breaks_no_rule_but_that_against_it(page: Page, kind: Kind) -> None:
     assert added(page, kind, "absent").check(CALL) is None
 
 

@@ -35,9 +35,6 @@ GENERATED = ("_pb2.py", "_pb2_grpc.py", "_generated_ops.py")
 
 EXCEPTIONS = {
     "protos/npugrad/errors.py": "every error class of the contract, each with its example",
-    "protos/npugrad/ops/_multi_scale_deformable_attention_grad_rules.py": "every constraint of one operator",
-    "protos/npugrad/ops/_fused_floyd_attention_grad_rules.py:_dtype_rules": "a table of constraints",
-    "protos/npugrad/ops/_group_norm_backward_rules.py:_size_rules": "a table of constraints",
     "protos/npugrad/signature.py:_read": "the path of each call; a frame for each part would cost more",
     "server/npugrad_server/acceptance/rig.py": "all that a step may do with a device",
     "server/npugrad_server/cli.py:acceptance": "turns options into settings, one by one",

@@ -25,7 +25,7 @@ from npugrad.products import Product
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from npugrad._tools.vendor_page import Page, Parameter
+    from npugrad._tools.vendor_page import Parameter, VendorPage
     from npugrad.attributes import AttrType
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -71,7 +71,7 @@ _FLOATS = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
 class _Operator:
     """What the templates need from a page."""
 
-    def __init__(self, page: Page) -> None:
+    def __init__(self, page: VendorPage) -> None:
         self.page = page
         self.aclnn = page.aclnn_name
         self.rpc = self.aclnn.removeprefix("aclnn")
@@ -159,7 +159,7 @@ def _tuple(items: Iterable[str]) -> str:
     return f"({', '.join(listed)}{',' * (len(listed) == 1)})"
 
 
-def begin(page: Page) -> _Operator:
+def begin(page: VendorPage) -> _Operator:
     """Writes the operator's own files, and adds it to the shared ones.
 
     Raises:

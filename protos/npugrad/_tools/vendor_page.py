@@ -82,7 +82,7 @@ class Parameter:
 
 
 @dataclass(frozen=True)
-class Page:
+class VendorPage:
     """Contents of a page.
 
     Attributes:
@@ -109,7 +109,7 @@ def snake_case(name: str) -> str:
     return re.sub(r"(?<=[a-z])(?=\d+D|[A-Z])|(?<=[a-z\dD])(?=[A-Z][a-z])", "_", name).lower()
 
 
-def read_page(text: str) -> Page:
+def read_page(text: str) -> VendorPage:
     """Parses a page.
 
     Raises:
@@ -129,7 +129,7 @@ def read_page(text: str) -> Page:
     if not any(parameter.is_output for parameter in parameters):
         raise ValueError("found no output; expected a table of parameters, or tensors without const")
     repository = _REPOSITORY.search(text)
-    return Page(
+    return VendorPage(
         aclnn_name=prototype[1],
         repository=repository[1] if repository else "",
         products=products,

@@ -1,0 +1,45 @@
+"""The kinds of rules that pages use: each says what it checks, in which words, and how it can be broken."""
+
+from __future__ import annotations
+
+from npugrad.rules._attributes import at_least, at_most, divisible_by, entries, one_of_choices
+from npugrad.rules._operands import dtype_in, format_in, format_not, not_null, product, same_dtype, special
+from npugrad.rules._shapes import (
+    count,
+    has_axes,
+    last_axis,
+    of_sizes,
+    rank_in,
+    same_shape,
+    same_size,
+    shape_is,
+    size_in,
+)
+from npugrad.rules._words import listed, present, shape_text
+
+__all__ = [
+    "at_least",
+    "at_most",
+    "count",
+    "divisible_by",
+    "dtype_in",
+    "entries",
+    "format_in",
+    "format_not",
+    "has_axes",
+    "last_axis",
+    "listed",
+    "not_null",
+    "of_sizes",
+    "one_of_choices",
+    "present",
+    "product",
+    "rank_in",
+    "same_dtype",
+    "same_shape",
+    "same_size",
+    "shape_is",
+    "shape_text",
+    "size_in",
+    "special",
+]

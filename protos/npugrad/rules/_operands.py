@@ -1,0 +1,146 @@
+"""Kinds of rules about presence, type and storage format."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+from npugrad import changes
+from npugrad.error_table import PARAM_NULLPTR
+from npugrad.operator import AttrParam, Finding, TensorParam
+from npugrad.page import Page, Rule
+from npugrad.products import Product
+from npugrad.rules._words import listed, present
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from npugrad.changes import Candidates
+    from npugrad.dtypes import DType, Format
+    from npugrad.meta import CallMeta
+    from npugrad.page import Check
+    from npugrad.rules._words import Kind
+
+
+def special(kind: str, text: str, check: Check, breaks: Candidates, *about: str, **extra: Any) -> Kind:
+    """What no other kind can say, by a named function; `extra` is passed on to `Rule`."""
+    return lambda page, name: Rule(kind=kind, text=text, check=check, breaks=breaks, about=about, **extra)
+
+
+def not_null(page: Page, name: str) -> Rule:
+    """A required operand, or an output that is wanted, is not a null pointer."""
+    param = page.params[name]
+    text = "must not be a null pointer"
+    if isinstance(param, TensorParam) and param.when_masked == "allocate":
+        text += ", whatever outputMask says"
+
+    def check(call: CallMeta) -> Finding | None:
+        if isinstance(param, AttrParam):
+            return Finding("null", "a value") if call.attrs[name] is None else None
+        is_null = call.is_null_output(name) if page.is_output(name) else call.inputs[name] is None
+        return Finding("null", "a tensor") if is_null else None
+
+    return Rule(kind="not_null", text=text, check=check, breaks=changes.nulled(name), code=PARAM_NULLPTR)
+
+
+def product(page: Page, name: str) -> Rule:
+    """The product has the operator; decided first and alone."""
+    known = tuple(page.products)
+    lacking = next(each for each in Product if each not in known)
+
+    def check(call: CallMeta) -> Finding | None:
+        if call.product in known:
+            return None
+        return Finding(call.product.full_name, listed(each.full_name for each in known))
+
+    return Rule(kind="supported", text="", check=check, breaks=changes.on(lacking))
+
+
+def dtype_in(*dtypes: DType, tolerated: tuple[DType, ...] = (), is_always: bool = False) -> Kind:
+    """The type is one of those given, else one of those that the parameter has on the product.
+
+    Args:
+        dtypes: Types on every product.
+        tolerated: Further types, about which another rule decides.
+        is_always: Whether outputs that are masked out are looked at, too.
+    """
+
+    def kind(page: Page, name: str) -> Rule:
+        by_product = page.tensor(name).dtypes
+        anywhere = {dtypes} if dtypes else set(by_product.values())
+
+        def check(call: CallMeta) -> Finding | None:
+            meta, allowed = present(call, name), dtypes or by_product.get(call.product, ())
+            if meta is None or meta.dtype in (*allowed, *tolerated):
+                return None
+            on_product = f" on {call.product.full_name}" if len(anywhere) > 1 else ""
+            return Finding(f"dtype {meta.dtype}", f"{listed(allowed)}{on_product}")
+
+        text = f"has data type {listed(*anywhere)}" if len(anywhere) == 1 else "has a supported data type"
+        return Rule(
+            kind="dtype",
+            text=text + ", whatever outputMask says" * is_always,
+            check=check,
+            breaks=page.edited(name, changes.retyped()),
+            is_always=is_always,
+        )
+
+    return kind
+
+
+def same_dtype(leader: str, allowed: Callable[[CallMeta, str], tuple[DType, ...]] | None = None) -> Kind:
+    """The type is that of another operand, or one that `allowed` returns, in words `leader`."""
+
+    def kind(page: Page, name: str) -> Rule:
+        first, *words = re.split(r"\b", leader, maxsplit=2)[1:]
+        page.follow(first, name)
+
+        def check(call: CallMeta) -> Finding | None:
+            meta = present(call, name)
+            dtypes = allowed(call, name) if allowed else (call.tensor(first).dtype,)
+            if meta is None or meta.dtype in dtypes:
+                return None
+            why = "" if allowed else f", the dtype of {leader}"
+            return Finding(f"dtype {meta.dtype}", f"{listed(dict.fromkeys(dtypes))}{why}")
+
+        return Rule(
+            kind="same_dtype",
+            text="".join(("has the data type of ", page.params[first].c_name, *words)),
+            check=check,
+            breaks=page.edited(name, changes.retyped()),
+            about=() if allowed else (first,),
+        )
+
+    return kind
+
+
+def format_in(*formats: Format) -> Kind:
+    """The storage format is one of those given."""
+
+    def kind(page: Page, name: str) -> Rule:
+        def check(call: CallMeta) -> Finding | None:
+            meta = present(call, name)
+            if meta is None or meta.format in formats:
+                return None
+            return Finding(f"format {meta.format}", listed(formats))
+
+        text, breaks = f"has format {listed(formats)}", page.edited(name, changes.stored())
+        return Rule(kind="format", text=text, check=check, breaks=breaks)
+
+    return kind
+
+
+def format_not(storage: Format) -> Kind:
+    """The storage format is any but one."""
+
+    def kind(page: Page, name: str) -> Rule:
+        def check(call: CallMeta) -> Finding | None:
+            meta = present(call, name)
+            if meta is None or meta.format is not storage:
+                return None
+            return Finding(f"format {storage}", "another format, such as ND")
+
+        breaks = page.edited(name, changes.stored())
+        return Rule(kind="format", text=f"is not stored as {storage}", check=check, breaks=breaks)
+
+    return kind

@@ -1,0 +1,200 @@
+"""Kinds of rules about ranks, shapes and the sizes of axes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from npugrad import changes
+from npugrad.operator import Finding
+from npugrad.page import Page, Rule
+from npugrad.rules._words import listed, present, shape_text
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from npugrad.meta import CallMeta
+    from npugrad.page import Check
+    from npugrad.rules._words import Kind, Shape
+
+
+def rank_in(low: int, high: int) -> Kind:
+    """The rank is in a closed range."""
+    expected = f"rank {low}" if low == high else f"rank {low} to {high}"
+
+    def kind(page: Page, name: str) -> Rule:
+        def check(call: CallMeta) -> Finding | None:
+            meta = present(call, name)
+            if meta is None or low <= meta.rank <= high:
+                return None
+            return Finding(f"rank {meta.rank}, shape {shape_text(meta.shape)}", expected)
+
+        breaks = page.edited(name, changes.reranked())
+        return Rule(kind="rank", text=f"has {expected}", check=check, breaks=breaks)
+
+    return kind
+
+
+def has_axes(page: Page, name: str) -> Rule:
+    """The rank is the number of axes that the parameter names."""
+    rank = len(page.axes[name])
+    return replace(rank_in(rank, rank)(page, name), text=f"has the axes ({', '.join(page.axes[name])})")
+
+
+def of_sizes(page: Page, name: str) -> Rule:
+    """The shape is what the sizes on the axes of other inputs make it."""
+    axes = page.axes[name]
+    leaders = tuple(sorted({page.leaders[axis][0] for axis in axes if not axis.isdigit()}))
+    sizes = f"({', '.join(axes)})"
+
+    def shape(call: CallMeta) -> Shape:
+        defined = {axis: page.leaders[axis] for axis in axes if not axis.isdigit()}
+        return page.shape_of(
+            name, {axis: call.tensor(leader).shape[place] for axis, (leader, place) in defined.items()}
+        )
+
+    made = shape_is(shape, f"{sizes} of {' and '.join(leaders)}", *leaders, text=f"has the shape {sizes}")
+    return replace(made(page, name), requires=tuple(f"{each}.rank" for each in (name, *leaders)))
+
+
+def count(formula: str, number: Callable[[CallMeta], int] | None = None, *, text: str = "") -> Kind:
+    """The number of elements is a product of attributes, such as ``n*c*hxw``, or what `number` counts."""
+    factors = formula.split("*")
+    counted = number or (lambda call: math.prod(map(call.integer, factors)))
+
+    def kind(page: Page, name: str) -> Rule:
+        def check(call: CallMeta) -> Finding | None:
+            meta = call.inputs[name]
+            if meta is None or meta.size == counted(call):
+                return None
+            found = f"{meta.size} elements, shape {shape_text(meta.shape)}"
+            return Finding(found, f"{formula} = {counted(call)} elements")
+
+        breaks = page.edited(name, changes.lengthened())
+        return Rule(kind="count", text=text or f"has {formula} elements", check=check, breaks=breaks)
+
+    return kind
+
+
+def shape_is(shape: Callable[[CallMeta], Shape], meaning: str, *about: str, text: str = "") -> Kind:
+    """The shape is what `shape` says of the call, in words `meaning`."""
+
+    def kind(page: Page, name: str) -> Rule:
+        def check(call: CallMeta) -> Finding | None:
+            meta = present(call, name)
+            if meta is None or meta.shape == shape(call):
+                return None
+            return Finding(f"shape {shape_text(meta.shape)}", f"{shape_text(shape(call))}, {meaning}")
+
+        return Rule(
+            kind="shape",
+            text=text or f"has {meaning}",
+            check=check,
+            breaks=page.edited(name, changes.lengthened()),
+            about=about,
+        )
+
+    return kind
+
+
+def same_shape(leader: str) -> Kind:
+    """The shape is that of another operand."""
+    made = shape_is(lambda call: call.tensor(leader).shape, f"the shape of {leader}", leader)
+    return lambda page, name: replace(made(page, name), text=f"has the shape of {page.params[leader].c_name}")
+
+
+def _on_axis(page: Page, name: str, size: str, judge: Callable[[CallMeta, int], str]) -> Check:
+    """A check of the axis of an operand that has a size; `judge` says what is expected, or nothing."""
+    axis = page.axes[name].index(size)
+
+    def check(call: CallMeta) -> Finding | None:
+        arranged, note = page.arranged(call)
+        shape = arranged.tensor(name).shape
+        expected = judge(arranged, shape[axis])
+        return (
+            Finding(f"{shape[axis]} on axis {axis} of shape {shape_text(shape)}{note}", expected)
+            if expected
+            else None
+        )
+
+    return check
+
+
+def same_size(size: str) -> Kind:
+    """An axis is as long as that of the input which defines the size."""
+
+    def kind(page: Page, name: str) -> Rule:
+        axis, (leader, leader_axis) = page.axes[name].index(size), page.leaders[size]
+
+        def judge(call: CallMeta, found: int) -> str:
+            expected = call.tensor(leader).shape[leader_axis]
+            return "" if found == expected else f"{expected}, as on axis {leader_axis} of {leader}"
+
+        c_names = page.params[name].c_name, page.params[leader].c_name
+        return Rule(
+            kind=size,
+            text=f"Axis {axis} of {c_names[0]} is as long as axis {leader_axis} of {c_names[1]}.",
+            check=_on_axis(page, name, size, judge),
+            breaks=page.resized(name, size),
+            about=(leader,),
+            requires=(f"{name}.rank", f"{leader}.rank"),
+        )
+
+    return kind
+
+
+def size_in(
+    size: str,
+    low: int = 0,
+    high: int | None = None,
+    *,
+    step: int = 1,
+    kind_name: str = "",
+    among: Sequence[int] = (),
+) -> Kind:
+    """A size is in a closed range, a multiple of `step`, and `among` some numbers, if any are given."""
+    words = [f"above {low - 1}" if low else "", f"at most {high}", f"{low} to {high}"]
+    parts = [words[0] if high is None else words[2 if low else 1]]
+    parts += [f"a multiple of {step}"] if step > 1 else []
+    expected = listed(among) if among else ", ".join(filter(None, parts))
+
+    def kind(page: Page, name: str) -> Rule:
+        def judge(call: CallMeta, found: int) -> str:
+            is_in = low <= found <= (found if high is None else high) and found % step == 0
+            return "" if is_in and (not among or found in among) else expected
+
+        axis, c_name = page.axes[name].index(size), page.params[name].c_name
+        others = (
+            max(low - 1, 0),
+            *(() if high is None else (high + 1, high + 8, high + 128)),
+            step + 1,
+            step + 4,
+            *(3 * each for each in among),
+        )
+        return Rule(
+            kind=kind_name or size,
+            text=f"Axis {axis} of {c_name} is not 0." if expected == "above 0" else f"{size} is {expected}.",
+            check=_on_axis(page, name, size, judge),
+            breaks=page.resized(name, size, *others),
+            requires=(f"{name}.rank",),
+        )
+
+    return kind
+
+
+def last_axis(size: int, kind_name: str, meaning: str) -> Kind:
+    """The last axis has a fixed size."""
+
+    def kind(page: Page, name: str) -> Rule:
+        c_name = page.params[name].c_name
+        said = f"{size}, {meaning}"
+        return Rule(
+            kind=kind_name,
+            text=f"The last axis of {c_name} has size {size}.",
+            check=_on_axis(page, name, str(size), lambda call, found: "" if found == size else said),
+            breaks=page.edited(name, changes.lengthened()),
+            requires=(f"{name}.rank",),
+        )
+
+    return kind
