@@ -282,8 +282,8 @@ class ServerSettings(BaseSettings):
         description="Lowest average rate of an Execute call's upload, which may lag behind it by "
         "upload_idle_timeout_s. 16 KiB/s are 0.13 Mbit/s: a faster client may pause for nearly 60 s at any "
         "time, one that sends a byte now and then is ended after 60 s (DEADLINE_EXCEEDED). While others "
-        "find no memory for their operands, a slower upload loses its memory after 5 s (QUEUE_FULL). 0: no "
-        "limit.",
+        "find no memory for their operands, a slower upload loses its memory after 5 s (QUEUE_FULL), and a "
+        "faster one that would take more than 10 s if its tenant is over its share. 0: no limit.",
     )
     upload_limit_s: float = Field(
         default=4 * 3600.0,

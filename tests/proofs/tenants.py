@@ -1,9 +1,11 @@
-"""Shows that no caller takes another one's share: `make prove-tenants`.
+"""Shows that no caller takes another one's share: `make prove-tenants`, one line for each part.
 
-Two callers with certificates of equal weight call one operator over TLS. One keeps a few calls waiting. The
-other one asks for more than its share in some way: a fresh label for each call, the highest priority, twenty
-times as many calls at once, or all of it. Without tenants it would get nearly everything. The device is
-simulated.
+Two callers with certificates of equal weight call over TLS.
+
+- devices: one keeps a few calls waiting. The other one asks for more than its share in some way: a fresh
+  label for each call, the highest priority, twenty times as many calls at once, or all of it.
+- uploads: one uploads a call as large as all memory for operands, at 26 KB/s and again when it is ended, next
+  to the other's calls of 8 MiB; then calls of 256 MiB at 100 MB/s, ten of which have to be answered.
 """
 
 from __future__ import annotations
@@ -12,18 +14,25 @@ import itertools
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.proofs.callers import CALLERS, TIMEOUT_S, Load, arguments, server_of_tenants
-from tests.proofs.proof import run, verdict
+import grpc
+from tests.calls import Sample, chunk, sample
+from tests.e2e.harness import eventually
+from tests.fix_server import ServerProcess
+from tests.operators import GROUP_NORM
+from tests.proofs.callers import CALLERS, TIMEOUT_S, Call, Load, arguments, server_of_tenants
+from tests.proofs.proof import MIB, run, told, verdict
 
+from npugrad.v1 import backward_pb2_grpc
 from npugrad_client import Client, Tls
 
-HOG_FACTOR = 20
+DEVICES, HOG_FACTOR = "test:1?ms=40", 20
 WAYS: Mapping[str, tuple[bool, int, int]] = {
     "fresh labels": (True, 0, 2),
     "priority 100": (False, 100, 2),
@@ -31,10 +40,14 @@ WAYS: Mapping[str, tuple[bool, int, int]] = {
     "all of it": (True, 100, HOG_FACTOR),
 }
 """Whether each call has a label of its own, their priority, and how many there are for one of the other."""
-SHARE, LEAST_PART = 0.5, 0.9
-"""The other caller's share by weight, and what of it there must be: the rest is chance at the ends."""
+SHARE, LEAST_PART, LEAST_BESIDE = 0.5, 0.9, 0.95
+"""The other caller's share by weight, and what of it there must be: the rest is chance at the ends. And how
+much of what it does alone it must do beside another one's uploads."""
+LEAST_CALLS = 3
 _REFUSED_PAUSE_S = 0.4
 """Between a refusal and the next call of a thread: this is about shares, not about a flood."""
+_PIECE_S, _CALL_EACH_S = 0.05, 0.15
+"""From one chunk of an upload to the next, and from one call beside it to the next."""
 
 
 def callers(stack: ExitStack, address: str, tls: Tls, *, way: str = "") -> Load:
@@ -99,17 +112,167 @@ def prove(address: str, hog_tls: Tls, other_tls: Tls, way: str, seconds: float) 
 def proofs(folder: Path, ways: Sequence[str], seconds: float) -> Iterator[Sharing]:
     """Each way, one after the other, on one server."""
     flags, weights = ("--log-level", "error", "--max-queue-depth", "32"), {"hog": 1, "neighbour": 1}
-    with server_of_tenants(folder, weights, *flags, devices="test:1?ms=40") as (server, (hog, other)):
+    with server_of_tenants(folder, weights, *flags, devices=DEVICES) as (server, (hog, other)):
         for way in ways:
             yield prove(server.address, hog, other, way, seconds)
 
 
+# --------------------------------------------------------------------------------------------------- uploads
+
+
+@dataclass(frozen=True)
+class UploadSize:
+    """Bytes of the memory for operands, of a quick upload and of a call of the neighbour; the slow rate."""
+
+    arena_bytes: int = 272 * MIB
+    quick_bytes: int = 256 * MIB
+    call_bytes: int = 8 * MIB
+    bytes_per_s: int = 26_000
+    quick_bytes_per_s: int = 100_000_000
+
+
+def made(nbytes: int) -> Sample:
+    """A call with operands of so many bytes, and a little more."""
+    return sample(n=1, c=4, hxw=nbytes // 2 // 4 // 4, group=2)
+
+
+class Uploads:
+    """Uploads a call of so many bytes over and over, at some rate."""
+
+    def __init__(self, server: ServerProcess, tls: Tls, nbytes: int, bytes_per_s: int) -> None:
+        authorities, certificate, key = tls.read()
+        self._channel = grpc.secure_channel(
+            server.address, grpc.ssl_channel_credentials(authorities, key, certificate)
+        )
+        self._execute = backward_pb2_grpc.BackwardServiceStub(self._channel).Execute
+        call = GROUP_NORM.build(n=1, c=4, hxw=nbytes // 2 // 4 // 4, group=2)
+        contents = {name: memoryview(bytes(meta.content_bytes)) for name, meta in call.inputs.items() if meta}
+        self._header, self._follow = Sample(GROUP_NORM, call, contents, {}).header()
+        self._bytes_per_s, self._over = bytes_per_s, threading.Event()
+
+    def __enter__(self) -> Uploads:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Hangs up."""
+        self._over.set()
+        self._channel.close()
+
+    def once(self) -> None:
+        """One upload, until it has its answer or is ended with an error."""
+        for _ in self._execute(self._frames(), timeout=10 * TIMEOUT_S):
+            pass
+
+    def _frames(self) -> Iterator[Any]:
+        yield self._header
+        begin_s, sent_bytes = time.monotonic(), 0
+        piece_bytes = min(int(self._bytes_per_s * _PIECE_S), MIB)
+        for operand, content in self._follow:
+            for offset in range(0, len(content), piece_bytes):
+                data = content[offset : offset + piece_bytes]
+                yield chunk(operand, offset, bytes(data))
+                sent_bytes += len(data)
+                if self._over.wait(max(0.0, begin_s + sent_bytes / self._bytes_per_s - time.monotonic())):
+                    return
+
+
+@dataclass(frozen=True)
+class BesideUploads:
+    """The neighbour's calls alone and beside a slow upload, and what became of slow and quick uploads."""
+
+    alone: Load
+    beside: Load
+    slow: Load
+    quick: Load
+    quick_count: int
+
+    @property
+    def part(self) -> float:
+        """Calls answered beside the slow upload for one alone."""
+        return good(self.beside) / good(self.alone)
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether it was as it has to be."""
+        return self.part >= LEAST_BESIDE and good(self.quick) >= self.quick_count
+
+    def __str__(self) -> str:
+        return (
+            f"neighbour {good(self.beside)} of {self.beside.calls} ({told(self.beside.failed, 1)}), "
+            f"{self.part:.2f} of alone, longest {self.beside.longest_s:.2f} s; slow uploads ended: "
+            f"{told(self.slow.failed, 2)}; quick uploads {good(self.quick)} of {self.quick_count}, ended: "
+            f"{told(self.quick.failed, 2)}"
+        )
+
+
+def good(load: Load) -> int:
+    """Calls that were answered."""
+    return load.calls - load.failed.total()
+
+
+def beside_uploads(folder: Path, size: UploadSize, seconds: float, quick_count: int) -> BesideUploads:
+    """Has a neighbour call alone, beside a slow upload and beside quick ones."""
+    arenas = ("--input-arena-bytes", "--output-arena-bytes")
+    flags = ("--log-level", "error", *(word for name in arenas for word in (name, str(size.arena_bytes))))
+    weights = {"hog": 1, "neighbour": 1}
+    with ExitStack() as stack:
+        server, (hog, other) = stack.enter_context(
+            server_of_tenants(folder, weights, *flags, devices=DEVICES)
+        )
+        client = stack.enter_context(Client(server.address, tls=other, timeout_s=TIMEOUT_S, retry=None))
+        call = partial(client.group_norm_backward, **arguments(made(size.call_bytes)))
+        slow = stack.enter_context(Uploads(server, hog, size.arena_bytes - 2**16, size.bytes_per_s))
+        quick = stack.enter_context(Uploads(server, hog, size.quick_bytes, size.quick_bytes_per_s))
+        call()
+        alone = during(call, seconds)
+        with Load(slow.once, callers=1, refused_pause_s=_REFUSED_PAUSE_S) as slow_load:
+            eventually(lambda: server.info().input_arena_used_bytes, "the upload has its memory", server)
+            beside = during(call, seconds)
+            slow.stop()
+        with Load(call, callers=2, pace_s=_CALL_EACH_S), Load(quick.once, callers=1) as quick_load:
+            quick_load.wait(lambda: good(quick_load) >= quick_count, 20 * TIMEOUT_S)
+    return BesideUploads(alone, beside, slow_load, quick_load, quick_count)
+
+
+def during(call: Call, seconds: float) -> Load:
+    """One caller's calls for so many seconds, and until some are answered.
+
+    There are pauses between them: this is about who is served, not about processors.
+    """
+    with Load(call, callers=1, pace_s=_CALL_EACH_S) as load:
+        end_s = time.monotonic() + seconds
+        load.wait(lambda: time.monotonic() >= end_s and good(load) >= LEAST_CALLS, seconds + TIMEOUT_S)
+    return load
+
+
 def main(given: Any, folder: Path) -> bool:
-    """Prints one line."""
+    """Prints a line for each part."""
+    return all([PARTS[part](given, folder) for part in given.parts])
+
+
+def _devices(given: Any, folder: Path) -> bool:
     found = list(proofs(folder, given.ways, given.seconds))
     line = f"two tenants of equal weight over TLS, {given.seconds:g} s each (SIMULATED device): "
     return verdict(line + "; ".join(map(str, found)), all(sharing.is_fair for sharing in found))
 
 
+def _uploads(given: Any, folder: Path) -> bool:
+    size = UploadSize()
+    found = beside_uploads(folder, size, given.seconds, 10)
+    what = f"upload of {size.arena_bytes // MIB} MiB, all memory for operands, at {size.bytes_per_s} bytes/s"
+    return verdict(f"{what}, {given.seconds:g} s (SIMULATED device): {found}", found.is_kept)
+
+
+PARTS: Mapping[str, Callable[[Any, Path], bool]] = {"devices": _devices, "uploads": _uploads}
+
 if __name__ == "__main__":
-    run(main, __doc__, seconds=(30.0, "of each way"), ways=([*WAYS], "how the other one asks for more"))
+    run(
+        main,
+        __doc__,
+        parts=([*PARTS], "what to do"),
+        seconds=(30.0, "of each way"),
+        ways=([*WAYS], "how the other one asks for more"),
+    )

@@ -37,6 +37,7 @@ from tests.proofs import (
 )
 from tests.proofs.attacks import ATTACKS, Attack
 from tests.proofs.callers import KINDS as CALLERS
+from tests.proofs.proof import MIB
 from tests.proofs.proxies import ENVOY, PROXIES, Proxy
 from tests.raw_calls import RawCall, RawCaller, Unanswered
 from tests.summary import tally_of
@@ -208,6 +209,14 @@ def test_no_caller_takes_the_share_of_another(names: tuple[str, ...], tmp_path: 
         if not ways:
             return
     pytest.fail("; ".join(map(str, found)))
+
+
+def test_a_slow_upload_gives_its_memory_to_others_and_a_quick_one_does_not(tmp_path: Path) -> None:
+    size = tenants.UploadSize(2 * MIB, MIB, 2**16, quick_bytes_per_s=4 * MIB)
+    found = tenants.beside_uploads(tmp_path, size, 0.0, 1)
+    assert tenants.good(found.beside) >= tenants.LEAST_CALLS, found
+    assert any("the upload gives" in told for told in found.slow.failed)
+    assert tenants.good(found.quick) >= 1, found
 
 
 @pytest.mark.deep

@@ -196,7 +196,7 @@ class AdmissionControl:
         forecast: Forecast,
         now: float,
         device_bytes: int | None = None,
-        make_room: Callable[[], bool] = lambda: False,
+        make_room: Callable[[Sequence[Tenant]], bool] = lambda _: False,
         *,
         drop: Callable[[Sequence[Tenant]], bool] = lambda _: False,
     ) -> tuple[Demand, Region, Prediction]:
@@ -208,7 +208,8 @@ class AdmissionControl:
             forecast: Predicts when the call would be done.
             now: When it arrived.
             device_bytes: Own memory of the device that has the most; None if unbounded, or not known yet.
-            make_room: Called when operand memory is full; returns whether it freed some.
+            make_room: Called when operand memory is full, with the tenants further over their share; returns
+                whether it freed some.
             drop: Called when the queue or operand memory is full, to drop a waiting call of the first of the
                 given tenants that has one; returns whether there was one.
 
@@ -260,7 +261,7 @@ class AdmissionControl:
         demand: Demand,
         prediction: Prediction,
         waiting: int,
-        make_room: Callable[[], bool],
+        make_room: Callable[[Sequence[Tenant]], bool],
         drop: Callable[[Sequence[Tenant]], bool],
     ) -> Region:
         """Allocates operand memory if the queue has a place; arguments and errors as for `reserve`."""
@@ -271,9 +272,10 @@ class AdmissionControl:
             what = f"the queue is full: {waiting} calls wait (setting max_queue_depth)"
             raise _busy(operator, what, prediction)
         region = self.operands.allocate(demand.inputs.nbytes)
-        while region is None and (
-            make_room() or drop(quotas.over_share_of_memory(tenant, demand.inflight_bytes))
-        ):
+        while region is None:
+            over = quotas.over_share_of_memory(tenant, demand.inflight_bytes)
+            if not (make_room(over) or drop(over)):
+                break
             region = self.operands.allocate(demand.inputs.nbytes)
         if region is None:
             used = f"{self.operands.used_bytes} of {self.operands.nbytes}"

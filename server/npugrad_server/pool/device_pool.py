@@ -6,6 +6,7 @@ The scheduler makes all decisions; the driver connects it to the rest of the wor
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from typing import TYPE_CHECKING
 
@@ -35,6 +36,9 @@ if TYPE_CHECKING:
 UPLOADS_PER_PLACE = 4
 """Uploads in progress allowed for each place of the queue: few of them complete at the same time."""
 _UPLOAD_RETRY_S = 1.0
+_JUDGED_AFTER_S, _WARNED_S = 1.0, 60.0
+"""Seconds after which the rate of an upload is judged, and for which a tenant's uploads are judged at once
+after one gave way: otherwise one that is sent again and again would keep its memory."""
 
 
 class DevicePool:
@@ -153,7 +157,7 @@ class DevicePool:
         if len(self._scheduler.circuits):
             self._check_circuit(planned)
         if is_upload:
-            self._check_uploads(operator)
+            self._check_uploads(planned)
         return self._admission.reserve(
             planned,
             self._whole + self._scheduler.queue_depth,
@@ -164,23 +168,42 @@ class DevicePool:
             drop=self._drop,
         )
 
-    def _check_uploads(self, operator: str) -> None:
+    def _check_uploads(self, planned: PlannedCall) -> None:
         """Refuses an upload if there are too many others, none slow enough to have to give way."""
-        found = self._uploads - self._whole
-        if found >= self._most_uploads and not self._make_room():
+        found, operator = self._uploads - self._whole, planned.plan.record.name
+        over = self._admission.quotas.over_share_of_places(planned.tenant)
+        if found >= self._most_uploads and not self._make_room(over):
             raise ServerBusy(
                 f"{operator}: found {found} uploads in progress; expected fewer than {self._most_uploads}",
                 retry_after_s=_UPLOAD_RETRY_S,
                 operator=operator,
             )
 
-    def _make_room(self) -> bool:
-        """Has an upload that is too slow give its memory back; returns whether there was one."""
-        for ticket in self._driver.tickets.values():
-            if not ticket.started and ticket.give_way is not None and ticket.give_way():
-                ticket.close()
+    def _make_room(self, over: Sequence[Tenant]) -> bool:
+        """Has an upload give its memory back; returns whether there was one.
+
+        It is one that is too slow, or else the youngest of the first tenant over its share that would take
+        long.
+        """
+        uploads = [t for t in self._driver.tickets.values() if not t.started and t.give_way is not None]
+        if any(self._end_upload(ticket, math.inf) for ticket in uploads):
+            return True
+        now = time.monotonic()
+        for tenant in over:
+            use = self._admission.quotas.uses[tenant.name]
+            judged_after_s = 0.0 if now - use.gave_way_s < _WARNED_S else _JUDGED_AFTER_S
+            own = [ticket for ticket in uploads if ticket.use is use]
+            if any(self._end_upload(ticket, judged_after_s) for ticket in reversed(own)):
+                use.gave_way_s = now
                 return True
         return False
+
+    def _end_upload(self, ticket: Ticket, judged_after_s: float) -> bool:
+        """Has an upload give way if it has to; returns whether it did."""
+        if ticket.give_way is None or not ticket.give_way(judged_after_s):
+            return False
+        ticket.close()
+        return True
 
     def _drop(self, tenants: Sequence[Tenant]) -> bool:
         """Drops the last waiting call of the first tenant that has one; returns whether there was one."""

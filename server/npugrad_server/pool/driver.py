@@ -348,7 +348,7 @@ class Driver:
         """Has results that nobody takes leave a worker's arena; if none can, looks again soon."""
         arena = self.scheduler.workers[command.worker].outputs
         for ticket in self.tickets.values():
-            if ticket.state.arena is arena and ticket.give_way is not None and ticket.give_way():
+            if ticket.state.arena is arena and ticket.give_way is not None and ticket.give_way(math.inf):
                 return
         soon = time.monotonic() + _CROWDED_S
         if soon < self._alarm_s and not self.closing:

@@ -6,6 +6,7 @@ most for its weight is the furthest over its share. It gives way to a call whose
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -25,12 +26,14 @@ class TenantUse:
         call_count: Its admitted calls that are not gone yet.
         waiting_count: Those of them that have not started, uploads included.
         inflight_bytes: Their operands and results, until the memory is given back.
+        gave_way_s: When an upload of it last gave way to another tenant, on the monotonic clock.
     """
 
     tenant: Tenant
     call_count: int = 0
     waiting_count: int = 0
     inflight_bytes: int = 0
+    gave_way_s: float = -math.inf
 
 
 class Quotas:

@@ -57,8 +57,9 @@ class Ticket:
         inflight_bytes: What it adds to its tenant's bytes in flight.
         is_upload: Whether its operands were still to come when it was admitted.
         check: The comparison of its results with the reference; None for none.
-        give_way: Called while its operands or results are in transit, when others need the memory it holds;
-            returns whether that is given back, at once or soon.
+        give_way: Called while its operands or results are in transit, when others need the memory it holds,
+            with the seconds after which an upload's rate is judged (infinite unless its tenant is over its
+            share); returns whether the memory is given back, at once or soon.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class Ticket:
         self.is_upload, self.waits, self.inflight_bytes = False, True, 0
         self.use: TenantUse | None = None
         self.check: ResultCheck | None = None
-        self.give_way: Callable[[], bool] | None = None
+        self.give_way: Callable[[float], bool] | None = None
         self._memory, self._on_close = memory, on_close
         self._views = [memory]
 

@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 
 GIVES_WAY_AFTER_S = 5.0
 """Seconds after which an idle stream gives way to others; before, it may have just begun."""
+KEEPS_AT_MOST_S = 10.0
+"""Seconds for which an upload may keep memory that others wait for, if its tenant is over its share."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,15 @@ class Pace:
         """
         waited_s = self.waited_s + waiting_s
         return waited_s > GIVES_WAY_AFTER_S and self.moved_bytes < self.limits.min_bytes_per_s * waited_s
+
+    def takes_s(self, missing_bytes: int, waiting_s: float) -> float:
+        """Seconds that the missing bytes take at its rate so far.
+
+        Args:
+            missing_bytes: Bytes still to come.
+            waiting_s: Seconds of the current wait.
+        """
+        return missing_bytes * (self.waited_s + waiting_s) / max(1, self.moved_bytes)
 
     def late_text(self, waiting_s: float, found: str, expected: str) -> str:
         """The error text for a frame that took too long.

@@ -7,7 +7,8 @@ the operand's last chunk ended and does not exceed its announced length (operand
 ends its side after the last chunk, and not before.
 
 An upload takes memory for its operands once it has sent some of them, and a place in the queue once it has
-sent all. If another call finds no memory, an upload below the minimum rate gives up its own.
+sent all. If another call finds no memory, an upload below the minimum rate gives up its own, and so does one
+whose tenant is over its share and whose own rate would have it keep the memory for more than some seconds.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from npugrad_server.plans import INLINE_REPLY_BYTES
 from npugrad_server.rpc.funnel import RpcCall, sane
 from npugrad_server.rpc.headers import Header
 from npugrad_server.rpc.idle import IdleTimer
-from npugrad_server.rpc.pace import GIVES_WAY_AFTER_S, Pace, PaceLimits
+from npugrad_server.rpc.pace import GIVES_WAY_AFTER_S, KEEPS_AT_MOST_S, Pace, PaceLimits
 from npugrad_server.rpc.unsent import UnsentReply
 from npugrad_server.rpc.upload import Upload
 
@@ -61,6 +62,7 @@ class Frames:
         self._timer = IdleTimer()
         self._held_back: deque[Any] = deque()
         self._end: NpugradError | None = None
+        self._asked_s: float | None = None
         self._is_uploaded = self._has_metadata = False
 
     def __enter__(self) -> Frames:
@@ -117,7 +119,35 @@ class Frames:
         """Ends the call with an error if the client is slow; returns whether it is."""
         if self._end is not None:
             return True
-        if not self.is_slow():
+        return self.is_slow() and self._end_wait(error)
+
+    def end_if_long(self, operator: str, missing_bytes: int, judged_after_s: float) -> bool:
+        """Ends an upload that would keep others waiting for long; returns whether it does.
+
+        Args:
+            operator: Its operator.
+            missing_bytes: Bytes still to come.
+            judged_after_s: Seconds of waiting for the client after which its rate counts; infinite if its
+                tenant is not over its share.
+        """
+        pace, now, waiting_s = self._upload, time.monotonic(), self._timer.waiting_s
+        waited_s = pace.waited_s + waiting_s
+        if waited_s < judged_after_s:
+            return False
+        self._asked_s = self._asked_s or now
+        takes_s = pace.takes_s(missing_bytes, waiting_s)
+        if takes_s <= KEEPS_AT_MOST_S and now - self._asked_s <= KEEPS_AT_MOST_S:
+            return False
+        text = (
+            f"{operator}: the upload gives way: found {pace.moved_bytes} bytes in {waited_s:.3g} s and "
+            f"{missing_bytes} still to come; expected those within {KEEPS_AT_MOST_S:g} s, because other "
+            "tenants wait for memory, and this one holds more than its share"
+        )
+        return self._end_wait(ServerBusy(text, retry_after_s=_RETRY_AFTER_S, operator=operator))
+
+    def _end_wait(self, error: ServerBusy) -> bool:
+        """Ends the current wait with an error; returns False if there is none: it moves bytes just now."""
+        if not self._timer.waiting_s:
             return False
         self._end = error
         self._timer.ring()
@@ -271,7 +301,7 @@ async def _receive(
 ) -> None:
     admitted.append(ticket)
     operator = ticket.planned.plan.record.name
-    ticket.give_way = partial(_give_way, frames, operator)
+    ticket.give_way = partial(_give_way, frames, upload, operator)
     views = {}
     while (frame := await frames.read()) is not None:
         if not isinstance(frame, Chunk):
@@ -301,10 +331,11 @@ async def _receive(
     frames.end_upload(ticket.state.output_bytes)
 
 
-def _give_way(frames: Frames, operator: str) -> bool:
-    """Ends an upload that is slow and whose memory is needed; returns whether it is slow."""
+def _give_way(frames: Frames, upload: Upload, operator: str, judged_after_s: float) -> bool:
+    """Ends an upload that is too slow for its memory, which others need; returns whether it is."""
     text = f"{operator}: the upload is slower than the minimum rate, and other calls wait for memory"
-    return frames.end_if_slow(ServerBusy(text, retry_after_s=_RETRY_AFTER_S, operator=operator))
+    error = ServerBusy(text, retry_after_s=_RETRY_AFTER_S, operator=operator)
+    return frames.end_if_slow(error) or frames.end_if_long(operator, upload.missing_bytes, judged_after_s)
 
 
 def _reply(dispatcher: Dispatcher, request: Request, outcome: Outcome) -> Iterator[Any]:

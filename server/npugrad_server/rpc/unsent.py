@@ -8,6 +8,7 @@ memory, as far as there is room, and the call's bytes in both arenas are given b
 from __future__ import annotations
 
 import asyncio
+import math
 import mmap
 import threading
 from typing import TYPE_CHECKING, Any
@@ -76,7 +77,7 @@ class UnsentReply:
             self._nbytes -= len(frame.data)
         return frame
 
-    def give_way(self) -> bool:
+    def give_way(self, _: float = math.inf) -> bool:
         """Others wait for its room; returns whether it will be free soon."""
         if self._moving is not None:
             return True

@@ -7,7 +7,9 @@ import mmap
 import os
 import signal
 import time
+from dataclasses import replace
 from itertools import pairwise
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,7 @@ from npugrad.errors import CallTooLarge, DeadlineExceeded, ServerBusy, ServerDra
 from npugrad.timeline import serialize_marks
 from npugrad_server.pool import DevicePool, DeviceState
 from npugrad_server.pool.commands import StartCall
+from npugrad_server.pool.tenant import Tenant
 
 pytestmark = pytest.mark.slow
 
@@ -148,7 +151,7 @@ async def test_uploads_take_no_place_in_the_queue_and_have_four_for_each_of_it(p
     await make_job().check(pool)  # another one has its place
     with pool.admit(make_job().planned), pool.admit(make_job().planned), pytest.raises(ServerBusy):
         pool.check(make_job().planned)
-    uploads[3].give_way = lambda: True
+    uploads[3].give_way = lambda _: True
     uploads.append(pool.admit(make_job().planned, is_upload=True))
     assert [ticket.closed for ticket in uploads] == [n == 3 for n in range(9)]
     assert pool.stats().uploads == 8
@@ -165,12 +168,33 @@ async def test_operand_memory_is_of_calls_inside_and_an_upload_may_give_its_own_
         pool.admit(half.planned)
     await half.check(pool)
     slow = pool.admit(half.planned, is_upload=True)
-    slow.give_way = lambda: False
+    slow.give_way = lambda _: False
     with pytest.raises(ServerBusy, match=r"no room for .* bytes of operands now"):
         pool.check(half.planned)
-    slow.give_way = lambda: True
+    slow.give_way = lambda _: True
     await half.check(pool)
     assert slow.closed
+
+
+@in_pool(input_arena_bytes=50_000)
+async def test_an_upload_of_a_tenant_over_its_share_is_judged_at_once_if_another_one_gave_way_lately(
+    pool: DevicePool,
+) -> None:
+    half = make_job(n=10, c=6, hxw=64, group=3)
+    asked: list[float] = []
+
+    def give_way(after_s: float) -> bool:
+        asked.append(after_s)
+        return after_s <= 1.0
+
+    for _ in range(2):
+        long = pool.admit(replace(half.planned, tenant=Tenant("hog", 0.5)), is_upload=True)
+        long.give_way = give_way
+        with pytest.raises(ServerBusy, match="no room for"):  # not for one that would have more
+            pool.check(replace(half.planned, tenant=Tenant("other", 0.25)))
+        await half.check(pool)
+        assert long.closed
+    assert asked == [inf, inf, 1.0, inf, inf, 0.0]
 
 
 @in_pool()
@@ -225,7 +249,7 @@ async def test_calls_wait_for_room_for_their_results_which_others_are_asked_for(
         one.write(ticket)
         outcome = await pool.run(ticket)
 
-        def give_way() -> bool:
+        def give_way(_: float) -> bool:
             asked.append(True)
             if len(asked) == 3:
                 asyncio.get_running_loop().call_soon(ticket.close)

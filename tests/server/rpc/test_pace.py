@@ -55,6 +55,12 @@ def test_who_has_just_begun_is_not_slow() -> None:
     assert not pace.is_slow(100)
 
 
+def test_what_the_rest_takes_follows_from_the_rate_so_far() -> None:
+    assert moved(9, 1000).takes_s(5000, 1) == 50
+    assert moved(0, 1000).takes_s(5000, 0) == 0
+    assert moved(1, 0).takes_s(5000, 1) == 10_000
+
+
 def test_the_defaults_let_slow_clients_be() -> None:
     """One of 0.14 Mbit/s may pause for nearly 50 s at any time, and a GiB goes at 0.6 Mbit/s."""
     settings = ServerSettings()
