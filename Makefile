@@ -294,7 +294,7 @@ prove-rotation: $(STAMP_KERNELS) ## Renew the certificates of both sides every s
 	$(BIN)/python -m tests.proofs.rotation $(ARGS)
 
 .PHONY: prove-tenants
-prove-tenants: $(STAMP_KERNELS) ## A caller exceeds its share by labels, priorities, numbers and uploads, next to another one; 5 minutes
+prove-tenants: $(STAMP_KERNELS) ## A caller exceeds its share by labels, priorities, numbers, uploads and verification, next to another one; 6 minutes
 	$(BIN)/python -m tests.proofs.tenants $(ARGS)
 
 .PHONY: prove-mutations

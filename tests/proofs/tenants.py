@@ -6,6 +6,8 @@ Two callers with certificates of equal weight call over TLS.
   label for each call, the highest priority, twenty times as many calls at once, or all of it.
 - uploads: one uploads a call as large as all memory for operands, at 26 KB/s and again when it is ended, next
   to the other's calls of 8 MiB; then calls of 256 MiB at 100 MB/s, ten of which have to be answered.
+- verify: 40 callers of one tenant have their calls of 8 MiB compared with the reference; the other one calls
+  with a deadline of 5 s, first without and then with `verify`.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ WAYS: Mapping[str, tuple[bool, int, int]] = {
 SHARE, LEAST_PART, LEAST_BESIDE = 0.5, 0.9, 0.95
 """The other caller's share by weight, and what of it there must be: the rest is chance at the ends. And how
 much of what it does alone it must do beside another one's uploads."""
-LEAST_CALLS = 3
+LEAST_CALLS, VERIFY_TIMEOUT_S = 3, 5.0
 _REFUSED_PAUSE_S = 0.4
 """Between a refusal and the next call of a thread: this is about shares, not about a flood."""
 _PIECE_S, _CALL_EACH_S = 0.05, 0.15
@@ -237,15 +239,71 @@ def beside_uploads(folder: Path, size: UploadSize, seconds: float, quick_count: 
     return BesideUploads(alone, beside, slow_load, quick_load, quick_count)
 
 
-def during(call: Call, seconds: float) -> Load:
-    """One caller's calls for so many seconds, and until some are answered.
+def during(call: Call, seconds: float, callers: int = 1) -> Load:
+    """Calls for so many seconds, and until some are answered.
 
     There are pauses between them: this is about who is served, not about processors.
     """
-    with Load(call, callers=1, pace_s=_CALL_EACH_S) as load:
+    with Load(call, callers=callers, pace_s=_CALL_EACH_S) as load:
         end_s = time.monotonic() + seconds
         load.wait(lambda: time.monotonic() >= end_s and good(load) >= LEAST_CALLS, seconds + TIMEOUT_S)
     return load
+
+
+# ---------------------------------------------------------------------------------------------- verification
+
+
+@dataclass(frozen=True)
+class BesideVerified:
+    """The neighbour's calls next to many that are compared with the reference: plain ones, and compared ones.
+
+    `hog` has how many of the others were answered next to the latter.
+    """
+
+    plain: Load
+    verified: Load
+    hog: int
+
+    @property
+    def share(self) -> float:
+        """The neighbour's part of all comparisons."""
+        return good(self.verified) / max(good(self.verified) + self.hog, 1)
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether it was as it has to be."""
+        is_answered = not (self.plain.failed or self.verified.failed)
+        return is_answered and self.share >= LEAST_PART * SHARE
+
+    def __str__(self) -> str:
+        return (
+            f"neighbour without verify {good(self.plain)} of {self.plain.calls} "
+            f"({told(self.plain.failed, 1)} failed), longest {self.plain.longest_s:.2f} s; with verify "
+            f"{good(self.verified)} of {self.verified.calls} ({told(self.verified.failed, 1)} failed), "
+            f"longest {self.verified.longest_s:.2f} s, {self.share / SHARE:.2f} of its share"
+        )
+
+
+def beside_verified(folder: Path, nbytes: int, hogs: int, seconds: float) -> BesideVerified:
+    """Has a neighbour call next to so many callers of another tenant whose calls are all compared."""
+    weights, given = {"hog": 1, "neighbour": 1}, arguments(made(nbytes))
+    with ExitStack() as stack:
+        server, (hog, other) = stack.enter_context(
+            server_of_tenants(folder, weights, "--log-level", "error", devices="cpu:0")
+        )
+
+        def call(tls: Tls, timeout_s: float, *, verify: bool) -> Call:
+            client = Client(server.address, tls=tls, timeout_s=timeout_s, retry=None)
+            return partial(stack.enter_context(client).group_norm_backward, **given, verify=verify)
+
+        others = Load(call(hog, TIMEOUT_S, verify=True), callers=hogs, refused_pause_s=_REFUSED_PAUSE_S)
+        stack.enter_context(others).wait(lambda: good(others) >= LEAST_CALLS)
+        plain = during(call(other, VERIFY_TIMEOUT_S, verify=False), seconds)
+        begin_s = time.monotonic()
+        verified = during(call(other, VERIFY_TIMEOUT_S, verify=True), seconds, callers=CALLERS)
+        end_s = max(each.end_s for each in verified.ended)
+        found = sum(not each.told for each in others.between(begin_s, end_s))
+    return BesideVerified(plain, verified, found)
 
 
 def main(given: Any, folder: Path) -> bool:
@@ -266,7 +324,16 @@ def _uploads(given: Any, folder: Path) -> bool:
     return verdict(f"{what}, {given.seconds:g} s (SIMULATED device): {found}", found.is_kept)
 
 
-PARTS: Mapping[str, Callable[[Any, Path], bool]] = {"devices": _devices, "uploads": _uploads}
+def _verify(given: Any, folder: Path) -> bool:
+    found = beside_verified(folder, 8 * MIB, 40, given.seconds)
+    return verdict(f"40 callers of 8 MiB with verify, {given.seconds:g} s: {found}", found.is_kept)
+
+
+PARTS: Mapping[str, Callable[[Any, Path], bool]] = {
+    "devices": _devices,
+    "uploads": _uploads,
+    "verify": _verify,
+}
 
 if __name__ == "__main__":
     run(

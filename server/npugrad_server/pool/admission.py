@@ -189,6 +189,11 @@ class AdmissionControl:
         self._own_memory = own_memory
         self._max_waiting = settings.max_queue_depth
 
+    def compared_millionths(self, demand: Demand) -> int:
+        """The part of the operands' memory, or of an output arena if that is more, that a call takes."""
+        parts = demand.inputs.nbytes / self.operands.nbytes, demand.outputs.nbytes / max(1, self.output_bytes)
+        return 1 + int(1e6 * max(parts))
+
     def reserve(
         self,
         planned: PlannedCall,

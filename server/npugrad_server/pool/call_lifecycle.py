@@ -19,6 +19,7 @@ from npugrad_server.pool.commands import (
 )
 from npugrad_server.pool.fair_queue import FairQueue
 from npugrad_server.pool.queues import AlarmQueue
+from npugrad_server.pool.quotas import ComparedMemory
 from npugrad_server.pool.state import CallStage, CallState, WorkerState
 from npugrad_server.worker.protocol import AbandonCall
 
@@ -50,6 +51,7 @@ class CallLifecycle:
         queue: Calls that wait for a worker.
         alarms: When deadlines of calls pass, or their workers must be ended.
         circuits: Circuit breaker for calls that kill workers.
+        compared: What calls keep until their results have been compared.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class CallLifecycle:
         self.queue: FairQueue[CallState] = FairQueue()
         self.alarms = AlarmQueue(self._is_live)
         self.circuits = CircuitBreaker(settings.circuit_deaths)
+        self.compared = ComparedMemory()
 
     def enter(self, call: CallState, now: float, out: list[Command]) -> bool:
         """Lets a call in, or fails it if its circuit is open; returns whether it was let in."""
@@ -87,6 +90,9 @@ class CallLifecycle:
         if call.queued_s is not None:
             self._placement.forecast.unqueued(call)
         call.stage, call.attempts = CallStage.RUNNING, call.attempts + 1
+        if call.compared_millionths:
+            call.is_kept = True
+            self.compared.take(call.tenant, call.compared_millionths)
         # Later than a worker's own limit, if it can enforce one: its report has the vendor's number.
         call.kill_at = now + self._settings.run_limit_s + self._settings.hang_grace_s
         self.alarms.set(call.kill_at, call.id, len(self.calls))
@@ -168,8 +174,14 @@ class CallLifecycle:
     def forget(self, call: CallState, out: list[Command]) -> None:
         """Forgets a settled call that was closed, and frees its memory."""
         call.free_region()
+        self._keep_no_longer(call)
         del self.calls[call.id]
         out.append(ReleaseCall(call.id))
+
+    def _keep_no_longer(self, call: CallState) -> None:
+        if call.is_kept:
+            call.is_kept = False
+            self.compared.give_back(call.tenant, call.compared_millionths)
 
     # ------------------------------------------------------------------------------------- blame and retries
 
@@ -257,6 +269,7 @@ class CallLifecycle:
 
     def put_back(self, call: CallState) -> None:
         """Requeues a call that ran, at the front of its lane."""
+        self._keep_no_longer(call)
         call.stage = CallStage.QUEUED
         self.queue.push(call, front=True)
         self._placement.forecast.queued(call)

@@ -136,6 +136,8 @@ class DevicePool:
         )
         ticket.use = self._admission.quotas.enter(planned.tenant, demand.inflight_bytes)
         ticket.inflight_bytes = demand.inflight_bytes
+        if planned.options.verify:
+            ticket.state.compared_millionths = self._admission.compared_millionths(demand)
         self._driver.tickets[ticket.number] = ticket
         ticket.is_upload = is_upload
         self._uploads += 1

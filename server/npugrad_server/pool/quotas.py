@@ -7,7 +7,8 @@ most for its weight is the furthest over its share. It gives way to a call whose
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -15,6 +16,10 @@ if TYPE_CHECKING:
 
 MAX_IDLE = 256
 """Tenants without calls whose counters are kept, so that one call at a time does not recreate them."""
+
+
+COMPARED_PART = 0.5
+"""Fraction of the arenas that calls may keep until their results have been compared with the reference."""
 
 
 @dataclass(eq=False)
@@ -117,3 +122,33 @@ class Quotas:
         by_weight = [(getattr(use, held) / use.tenant.weight, name) for name, use in self.uses.items()]
         found = sorted((pair for pair in by_weight if pair[0] > least), reverse=True)
         return [self.uses[name].tenant for _, name in found if name != tenant.name]
+
+
+@dataclass(eq=False)
+class ComparedMemory:
+    """What tenants' calls keep until their results have been compared with the reference.
+
+    They keep operands and results for much longer than they run. Tenants that do so share a part of the
+    arenas by weight, so that others find room; one that keeps nothing may always take some.
+    """
+
+    _millionths: Counter[str] = field(default_factory=Counter)
+    _weights: dict[str, float] = field(default_factory=dict)
+
+    def has_room(self, tenant: Tenant, millionths: int) -> bool:
+        """Whether a tenant may take so much of the arenas now."""
+        held = self._millionths[tenant.name]
+        if not held or not millionths:
+            return True
+        return held + millionths <= 1e6 * COMPARED_PART * tenant.weight / sum(self._weights.values())
+
+    def take(self, tenant: Tenant, millionths: int) -> None:
+        """A call starts that keeps so much."""
+        self._millionths[tenant.name] += millionths
+        self._weights[tenant.name] = tenant.weight
+
+    def give_back(self, tenant: Tenant, millionths: int) -> None:
+        """A call keeps it no longer."""
+        self._millionths[tenant.name] -= millionths
+        if not self._millionths[tenant.name]:
+            del self._millionths[tenant.name], self._weights[tenant.name]

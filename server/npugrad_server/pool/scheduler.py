@@ -24,8 +24,7 @@ Guarantees
       may pass one that has to wait for devices that run its own.
     - Calls never hold more of a device's own memory than it has, workspaces included from the moment their
       size is known; what a call holds is given back once.
-    - A call whose workspace found no room does not count as tried: it waits at the front of its lane, and
-      starts again where there is room for what it needs.
+    - A call whose workspace found no room waits at the front of its lane, as if untried, for enough room.
 """
 
 from __future__ import annotations
@@ -385,6 +384,8 @@ class Scheduler:
             if why is not None:
                 self._call_lifecycle.give_up(call, *why, now, out)
                 return True  # its lane has changed
+            if not self._call_lifecycle.compared.has_room(call.tenant, call.compared_millionths):
+                continue  # until the results of others of its tenant have been compared
             worker = self._placement.place(call, now)
             if worker is not None:
                 self._call_lifecycle.start(call, worker, now, out)

@@ -63,6 +63,9 @@ class CallState:
         longest_run_s: Seconds that its run is unlikely to exceed; 0 if unknown.
         is_probe: Whether it was admitted to learn how long such calls take, whatever the estimate.
         plan: Has its signature; None for a call outside the circuit breaker.
+        compared_millionths: What it keeps of the arenas until its results have been compared with the
+            reference; 0 if they are not.
+        is_kept: Whether it was started, and that counts as its tenant's.
         submitted_s: When its operands were complete.
         queued_s: Seconds of work that it counts for while it waits; None unless it has to.
         started_s: When it was last started.
@@ -106,6 +109,8 @@ class CallState:
     expected_s: float = 0.0
     plan: Signed | None = None
     longest_run_s: float = 0.0
+    compared_millionths: int = 0
+    is_kept: bool = False
     is_probe: bool = False
     submitted_s: float = 0.0
     queued_s: float | None = None

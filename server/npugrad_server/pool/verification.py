@@ -8,8 +8,8 @@ Guarantees
       there is one at a time, it holds at most one part in `SAMPLE_SHARE` of an arena, and none is begun while
       another call waits to be compared.
     - No comparison uses memory that was given back: a verifier that still reads it is ended.
-    - Calls are compared in order, at most `MOST_VERIFIERS` at once. A call under which two verifiers ended
-      gets an error.
+    - Tenants share the verifiers' time by weight, as they do the devices'. At most `MOST_VERIFIERS` calls are
+      compared at once. A call under which two verifiers ended gets an error.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import asyncio
 import logging
 import random
 import time
-from collections import deque
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from npugrad_server.machine import cpu_count
 from npugrad_server.pool.commands import FailCall
+from npugrad_server.pool.fair_queue import FairQueue
 from npugrad_server.pool.process import WorkerProcess
 from npugrad_server.worker.protocol import CallDone, CallFailed
 from npugrad_server.worker.verifier import NAME
@@ -64,6 +64,8 @@ class ResultCheck:
         incarnation: The process that computed it.
         timer: Ends the comparison.
         tries: Verifiers that were given it.
+        started_s: When the last of them was.
+        charged_s: Seconds that its tenant was charged with then.
     """
 
     ticket: Ticket
@@ -74,6 +76,14 @@ class ResultCheck:
     incarnation: int
     timer: asyncio.TimerHandle | None = None
     tries: int = 0
+    started_s: float = 0.0
+    charged_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Takes from the call what the queue goes by; how long a comparison takes is not known."""
+        state = self.ticket.state
+        self.id, self.tenant, self.priority, self.label = state.id, state.tenant, state.priority, state.label
+        self.kind, self.expected_s = None, 0.0
 
 
 @dataclass(eq=False)
@@ -115,7 +125,7 @@ class Verification:
         self._loop = asyncio.get_running_loop()
         self._seats: list[_Seat] = []
         self._starting: set[asyncio.Future[WorkerProcess]] = set()
-        self._waiting: deque[ResultCheck] = deque()
+        self._waiting: FairQueue[ResultCheck] = FairQueue()
         self._sample: ResultCheck | None = None
         self._pause: asyncio.TimerHandle | None = None
         self._closing = False
@@ -148,7 +158,7 @@ class Verification:
         limit_s = time.monotonic() + self._settings.run_limit_s
         deadline_s = ticket.planned.deadline_s
         check = self._make(ticket, limit_s if deadline_s is None else min(limit_s, deadline_s))
-        self._waiting.append(check)
+        self._waiting.push(check)
         self._seat_waiting()
 
     def _begin_sample(self, ticket: Ticket) -> None:
@@ -203,7 +213,8 @@ class Verification:
             self._waiting.remove(check)
         for seat in self._seats:
             if seat.check is check and seat.process is not None:
-                seat.check, seat.is_leaving = None, True
+                seat.is_leaving = True
+                self._unseat(seat, check)
                 seat.process.kill()
 
     def _end(self, check: ResultCheck) -> None:
@@ -250,7 +261,9 @@ class Verification:
         """Gives waiting calls to free verifiers, and starts more verifiers."""
         for seat in self._seats:
             if self._waiting and seat.process and seat.check is None and not seat.is_leaving:
-                self._give(seat, self._waiting.popleft())
+                check = next(self._waiting.in_turn(lambda _: False))
+                self._waiting.take(check, time.monotonic())
+                self._give(seat, check)
         starting = sum(seat.process is None for seat in self._seats)
         for _ in range(min(len(self._waiting) - starting, self._count - len(self._seats))):
             self._start()
@@ -260,6 +273,12 @@ class Verification:
         check.tries += 1
         if seat.process is not None:
             seat.process.send(check.order, check.arena.fd)
+
+    def _unseat(self, seat: _Seat, check: ResultCheck) -> None:
+        """A verifier is done with a call; a sample is nobody's time."""
+        seat.check = None
+        if not check.is_sample:
+            self._waiting.come_off(check, time.monotonic())
 
     def _start(self) -> None:
         if self._closing or self._pause is not None:
@@ -314,13 +333,15 @@ class Verification:
     def _received(self, seat: _Seat, message: Message) -> None:
         check = seat.check
         if isinstance(message, (CallDone, CallFailed)) and check is not None:
-            seat.check = None
+            self._unseat(seat, check)
             self._finish(check, message)
             self._seat_waiting()
 
     def _exited(self, seat: _Seat, reason: str) -> None:
         """A verifier has ended and reads no memory any more."""
-        check, seat.check = seat.check, None
+        check = seat.check
+        if check is not None:
+            self._unseat(seat, check)
         self._seats.remove(seat)
         if seat.process is not None:
             self._fleet.let_go(seat.process.outputs)
@@ -337,7 +358,7 @@ class Verification:
                 )
                 self._finish(check, CallFailed(check.ticket.number, "INTERNAL", said))
             else:
-                self._waiting.appendleft(check)
+                self._waiting.push(check, front=True)
         self._seat_waiting()
         if not self._seats:
             self.open()
@@ -349,7 +370,7 @@ class Verification:
             self._pause.cancel()
         await asyncio.gather(*self._starting, return_exceptions=True)
         checks = [*self._waiting, *(seat.check for seat in self._seats if seat.check is not None)]
-        self._waiting.clear()
+        self._waiting = FairQueue()
         for seat in self._seats:
             seat.check = None
         seats = list(self._seats)

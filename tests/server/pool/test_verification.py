@@ -19,6 +19,7 @@ from tests.server.pool.pools import Seen, in_pool, make_job, until
 
 from npugrad.errors import DeadlineExceeded, DeviceError
 from npugrad_server.pool import DevicePool, DeviceState
+from npugrad_server.pool.tenant import Tenant
 from npugrad_server.pool.verification import Verification
 from npugrad_server.worker.descendants import processes
 from npugrad_server.worker.verifier import NAME
@@ -84,6 +85,28 @@ async def test_results_of_a_right_device_pass_and_it_is_left_to_others_meanwhile
         assert not compared.done()
     await compared
     assert seen.compared == {("verify", "ok"): 4}
+
+
+@in_pool(RIGHT, input_arena_bytes=50_000, output_arena_bytes=50_000)
+async def test_tenants_share_verifiers_and_the_memory_of_what_waits_for_them(pool: DevicePool) -> None:
+    """Half of it has room for three, as each takes an eighth and a bit; the others wait to be run."""
+    made = make_job(n=2, c=6, hxw=64, group=3, verify=True)
+    order: list[str] = []
+
+    async def compared(name: str) -> None:
+        await replace(made, planned=replace(made.planned, tenant=Tenant(name))).run(pool)
+        order.append(name)
+
+    await compared("hog")
+    with halted():
+        hogs = [asyncio.create_task(compared("hog")) for _ in range(6)]
+        await until(lambda: pool.stats().queue_depth == 3 and not pool.stats().running)
+        await make_job().check(pool)
+        accepted = pool.stats().accepted_calls
+        other = asyncio.create_task(compared("other"))
+        await until(lambda: pool.stats().accepted_calls > accepted and not pool.stats().running)
+    await asyncio.gather(*hogs, other)
+    assert order.index("other") <= 3
 
 
 @in_pool("test:1?corrupt=x&compute=1")
