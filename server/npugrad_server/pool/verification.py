@@ -49,6 +49,8 @@ SAMPLE_SHARE = 4
 _MOST_TRIES = 2
 _PAUSE_S = 1.0
 """Seconds before a verifier that did not start, or ended, is replaced."""
+_RESTART_S = 2.0
+"""Seconds charged to a tenant under whose call a verifier ends, because another one has to start."""
 
 
 @dataclass(eq=False)
@@ -214,7 +216,7 @@ class Verification:
         for seat in self._seats:
             if seat.check is check and seat.process is not None:
                 seat.is_leaving = True
-                self._unseat(seat, check)
+                self._unseat(seat, check, _RESTART_S)
                 seat.process.kill()
 
     def _end(self, check: ResultCheck) -> None:
@@ -274,11 +276,11 @@ class Verification:
         if seat.process is not None:
             seat.process.send(check.order, check.arena.fd)
 
-    def _unseat(self, seat: _Seat, check: ResultCheck) -> None:
-        """A verifier is done with a call; a sample is nobody's time."""
+    def _unseat(self, seat: _Seat, check: ResultCheck, more_s: float = 0.0) -> None:
+        """A verifier is done with a call, which took so much more time; a sample is nobody's."""
         seat.check = None
         if not check.is_sample:
-            self._waiting.come_off(check, time.monotonic())
+            self._waiting.come_off(check, time.monotonic() + more_s)
 
     def _start(self) -> None:
         if self._closing or self._pause is not None:
@@ -341,7 +343,7 @@ class Verification:
         """A verifier has ended and reads no memory any more."""
         check = seat.check
         if check is not None:
-            self._unseat(seat, check)
+            self._unseat(seat, check, _RESTART_S)
         self._seats.remove(seat)
         if seat.process is not None:
             self._fleet.let_go(seat.process.outputs)
