@@ -231,7 +231,7 @@ class App:
         if self._certificates is not None:
             self._keep(self._certificates.watch())
             self._looks.append(self._certificates.looks)
-        watching = asyncio.create_task(self._memory.watch(self._funnel.calls, self.address.port))
+        watching = asyncio.create_task(self._memory.watch(self._funnel.calls, self.address))
         self._resources.callback(watching.cancel)
         metrics.show_pool(self.pool, asyncio.get_running_loop())
         metrics.registry.register(FrontCollector(self._memory))

@@ -5,6 +5,9 @@
 - gzip: messages of 47 KiB that would be 47 MiB.
 - unread streams: 200 calls of Execute, each with a chunk of its reply on its way that nobody takes.
 - six big replies of 256 MiB at once: unary, streamed to clients that read, streamed to one that does not.
+- unread replies over a Unix socket, to a caller that reads nothing and to one that gives no window: how long
+  they are held, lines in the log, eight calls of another caller once they are gone. Then 50 servers are ended
+  while replies are unread.
 
 Each row has how much the front process grew, the most that its metrics said, how many calls were refused,
 and the seconds until nothing is held. A neighbour calls all the while; each of its answers has to be right.
@@ -16,16 +19,18 @@ import gzip
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tests.benchmarks.resident import status_bytes
 from tests.calls import call_execute, call_unary, header_frame, repeated
+from tests.e2e.harness import eventually
 from tests.fix_server import ServerProcess, run_server
 from tests.http2 import DATA, END_STREAM, PREFACE, SETTINGS, call_headers, frame, message
 from tests.operators import GROUP_NORM
@@ -84,9 +89,9 @@ class Unread:
         messages: Sequence[bytes],
         *more: tuple[bytes, bytes],
         window_bytes: int = 0,
+        reads: bool = True,
     ) -> None:
-        host, _, port = address.rpartition(":")
-        self._socket = socket.create_connection((host, int(port)), _TIMEOUT_S, (ATTACKER, 0))
+        self._socket = _connection(address)
         self._socket.sendall(PREFACE + frame(SETTINGS, 0, 0, b"\0\4" + window_bytes.to_bytes(4, "big")))
         for index, data in enumerate(messages):
             stream = 2 * index + 1
@@ -95,7 +100,8 @@ class Unread:
             self._socket.sendall(call_headers(path, stream, *more) + b"".join(frames))
         self.said = b""
         self.closed = threading.Event()
-        threading.Thread(target=self._read, daemon=True).start()
+        if reads:
+            threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
         with suppress(OSError):
@@ -106,6 +112,15 @@ class Unread:
     def close(self) -> None:
         """Hangs up."""
         self._socket.close()
+
+
+def _connection(address: str) -> socket.socket:
+    if address.startswith("unix:"):
+        found = socket.socket(socket.AF_UNIX)
+        found.connect(address.removeprefix("unix:"))
+        return found
+    host, _, port = address.rpartition(":")
+    return socket.create_connection((host, int(port)), _TIMEOUT_S, (ATTACKER, 0))
 
 
 class Watch:
@@ -158,16 +173,26 @@ def held_bytes(running: ServerProcess) -> float:
 
 @contextmanager
 def unread_replies(
-    running: ServerProcess, calls: int, reply_bytes: int, path: bytes = UNARY, *, window_bytes: int = 0
+    running: ServerProcess,
+    calls: int,
+    reply_bytes: int,
+    path: bytes = UNARY,
+    *,
+    window_bytes: int = 0,
+    reads: bool = True,
 ) -> Iterator[None]:
-    """Calls on four connections, of whose replies no more is taken than a window."""
+    """Calls on four connections, of whose replies no more is taken than a window, or than a socket holds."""
     request = repeated(reply_bytes).message()
     data = (request if path == UNARY else header_frame(GROUP_NORM, request)).SerializeToString()
     share = [calls // 4 + (index < calls % 4) for index in range(4)]
     with ExitStack() as stack:
         for count in filter(None, share):
             unread = Unread(
-                running.address, path, [message(len(data), data)] * count, window_bytes=window_bytes
+                running.address,
+                path,
+                [message(len(data), data)] * count,
+                window_bytes=window_bytes,
+                reads=reads,
             )
             stack.callback(unread.close)
         yield
@@ -284,7 +309,81 @@ def rows(folder: Path, size: FrontSize) -> Iterator[Row]:
             yield measured(f"6 replies of {size.big_bytes // MIB} MiB, {name}", running, 6, act)
 
 
-def main(given: Any, folder: Path) -> bool:
+# ------------------------------------------------------------------------------------------- Unix sockets
+
+
+class UnixRow(NamedTuple):
+    """Unread replies over a Unix socket: seconds until gone, lines in the log, and others' answers then."""
+
+    gone_s: float | None
+    lines: int
+    answered: int
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether it was as it has to be."""
+        return self.gone_s is not None and self.gone_s <= GONE_S and self.lines <= 2 and self.answered == 8
+
+
+@contextmanager
+def unix_server(folder: Path, size: FrontSize) -> Iterator[ServerProcess]:
+    """A server on a Unix socket."""
+    flags = (*FLAGS, *size.more, "--front-memory-bytes", size.memory)
+    listen = f"unix:{folder / 'socket'}"
+    with run_server(folder / "unix.log", *flags, listen=listen, check_end=False) as running:
+        yield running
+
+
+def attacked(running: ServerProcess, size: FrontSize, *, reads: bool) -> AbstractContextManager[None]:
+    """Calls with replies of 4 MiB that nobody takes, until they hold memory."""
+    window_bytes = 0 if reads else 2**24
+    return unread_replies(running, size.calls, 4 * MIB - 4096, window_bytes=window_bytes, reads=reads)
+
+
+def unix_row(folder: Path, size: FrontSize, *, reads: bool) -> UnixRow:
+    """Makes the attack, by callers that read or do not, and waits until nothing is left of it."""
+    request = repeated(4 * MIB - 4096).message()
+    with unix_server(folder, size) as running, plain([running.address]) as call, running.channel() as channel:
+        watch, since_s = Watch(running), time.monotonic()
+        with attacked(running, size, reads=reads):
+            eventually(lambda: held_bytes(running) >= NEIGHBOURS_BYTES, "replies are held", running)
+            # One more of them finds no room, so memory is short.
+            with Load(partial(call_unary, channel, GROUP_NORM, request), callers=1, pace_s=1.0):
+                gone_s = watch.gone_s(since_s)
+            answered = 0
+            for _ in range(8):
+                with suppress(Exception):
+                    answered += call() is True
+        return UnixRow(gone_s, len(running.log_lines("reply too slow")), answered)
+
+
+def exit_codes(folder: Path, size: FrontSize, count: int) -> Iterator[int]:
+    """Ends so many servers while replies are unread."""
+    for number in range(count):
+        with unix_server(folder, size) as running, attacked(running, size, reads=number % 2 > 0):
+            eventually(lambda: held_bytes(running) >= NEIGHBOURS_BYTES, "replies are held", running)
+            running.signal()
+            yield running.wait()
+
+
+def over_unix(folder: Path, size: FrontSize, exits: int) -> bool:
+    """Prints a line for each caller, and one for the exits."""
+    kept = True
+    for reads, who in ((False, "reads nothing"), (True, "gives no window")):
+        row = unix_row(folder, size, reads=reads)
+        gone = "never" if row.gone_s is None else f"{row.gone_s:.1f} s"
+        line = (
+            f"Unix socket, caller {who}: held for {gone}, {row.lines} lines, others then {row.answered} of 8"
+        )
+        kept &= verdict(line, row.is_kept)
+    codes = Counter(exit_codes(folder, replace(size, more=("--drain-timeout-s", "1")), exits))
+    return (
+        verdict(f"exits of servers with unread replies, by code: {dict(codes)}", set(codes) <= {0, 1})
+        and kept
+    )
+
+
+def _table(given: Any, folder: Path) -> bool:
     """Prints a table; memory is in MiB."""
     is_kept = True
     table = Table(
@@ -301,5 +400,19 @@ def main(given: Any, folder: Path) -> bool:
     return verdict(f"at most the limit and {SLACK_BYTES // MIB} MiB, gone within {GONE_S:g} s", is_kept)
 
 
+def _over_unix(given: Any, folder: Path) -> bool:
+    return over_unix(folder, FrontSize(calls=given.calls), given.exits)
+
+
+PARTS: Mapping[str, Callable[[Any, Path], bool]] = {"tcp": _table, "unix": _over_unix}
+
+
 if __name__ == "__main__":
-    run(main, __doc__, calls=(60, "unread replies"), mib=(256, "size of a big reply"))
+    run(
+        lambda given, folder: all([PARTS[part](given, folder) for part in given.parts]),
+        __doc__,
+        parts=([*PARTS], "what to do"),
+        calls=(60, "unread replies"),
+        mib=(256, "size of a big reply"),
+        exits=(50, "servers ended"),
+    )

@@ -125,6 +125,13 @@ def test_what_callers_make_the_front_process_hold_is_bounded_shown_and_given_up(
     assert all(row.shown_bytes for row in found if "unread" in row.name)
 
 
+@pytest.mark.deep
+@pytest.mark.parametrize("reads", [False, True])
+def test_unread_replies_over_a_unix_socket_are_given_up(reads: bool, tmp_path: Path) -> None:
+    row = front_memory.unix_row(tmp_path, front_memory.SMALL, reads=reads)
+    assert row.is_kept, row
+
+
 LENIENCE = 5
 """A busy or slow machine takes more processor time for the same."""
 

@@ -2,14 +2,20 @@
 
 gRPC lets a server end an RPC with a status, which waits behind data that the client does not take, and a
 connection by its age. For a client that takes nothing, the kernel is asked to shut down the connection: gRPC
-sees it closed, and drops everything that was to be sent on it.
+sees it closed, and drops everything that was to be sent on it. Peers on Unix sockets have no names: there,
+connections are judged by what is in their send queues.
 """
 
 from __future__ import annotations
 
+import fcntl
 import ipaddress
 import os
 import socket
+import struct
+import termios
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import unquote
@@ -18,6 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Collection
 
 _DESCRIPTORS = Path("/proc/self/fd")
+UNMOVED_S = 5.0
+"""Seconds for which a send queue has not moved if nobody reads it."""
 
 
 def end_connections(peers: Collection[str], port: int) -> int:
@@ -62,3 +70,73 @@ def _plain(host: str) -> str:
     """The canonical form of an address: IPv4 if it is an IPv4-mapped IPv6 address."""
     address = ipaddress.ip_address(host.partition("%")[0])
     return str(getattr(address, "ipv4_mapped", None) or address)
+
+
+@dataclass(frozen=True)
+class _SendQueue:
+    """What a connection had to send: bytes, since when that many, and when it was seen first."""
+
+    nbytes: int
+    since_s: float
+    seen_s: float
+
+
+class UnixConnections:
+    """Connections of this process that a Unix socket accepted, and what is in their send queues."""
+
+    def __init__(self, path: str) -> None:
+        """Starts without any.
+
+        Args:
+            path: Path of the socket.
+        """
+        self._path = path
+        self._queues: dict[str, _SendQueue] = {}
+
+    def forget(self) -> None:
+        """Every reply is taken in time."""
+        self._queues.clear()
+
+    def end_unread(self, now_s: float, *, is_short: bool) -> int:
+        """Shuts down connections whose send queue holds something and has not moved for some seconds.
+
+        To be called again and again while some reply is not taken. A client may also take all that is sent
+        and give its streams no window: its connection looks like any other. If replies are still not taken
+        after twice as long, and memory is short, all connections that were there all the time are shut down.
+
+        Args:
+            now_s: Time on the monotonic clock.
+            is_short: Whether memory is short.
+
+        Returns:
+            Number of connections that were shut down.
+        """
+        found, ended = {}, 0
+        for path in _DESCRIPTORS.iterdir():
+            with suppress(OSError):  # closed meanwhile, not a socket, or the one that listens
+                name = os.readlink(path)
+                if not name.startswith("socket:"):
+                    continue
+                with socket.socket(fileno=os.dup(int(path.name))) as each:
+                    if each.family != socket.AF_UNIX or each.getsockname() != self._path:
+                        continue
+                    each.getpeername()
+                    found[name] = queue = self._seen(name, _queued_bytes(each), now_s)
+                    is_stuck = queue.nbytes and now_s - queue.since_s >= UNMOVED_S
+                    if is_stuck or (is_short and now_s - queue.seen_s >= 2 * UNMOVED_S):
+                        each.shutdown(socket.SHUT_RDWR)
+                        ended += 1
+        self._queues = found
+        return ended
+
+    def _seen(self, name: str, nbytes: int, now_s: float) -> _SendQueue:
+        before = self._queues.get(name)
+        if before is None:
+            return _SendQueue(nbytes, now_s, now_s)
+        return before if before.nbytes == nbytes else _SendQueue(nbytes, now_s, before.seen_s)
+
+
+def _queued_bytes(connection: socket.socket) -> int:
+    """Bytes that were sent and not read yet, as memory."""
+    (found,) = struct.unpack("i", fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4)))
+    return int(found)

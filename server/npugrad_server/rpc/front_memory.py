@@ -30,13 +30,14 @@ from google.protobuf.message import Message
 from npugrad.codec import CHUNK_BYTES
 from npugrad.errors import DeadlineExceeded, ServerBusy
 from npugrad_server.config import LEAST_MESSAGE_BYTES, MESSAGES_PER_CALL
-from npugrad_server.logs import get_logger
 from npugrad_server.machine import memory_bytes
-from npugrad_server.rpc.connections import end_connections
+from npugrad_server.rpc.connections import UnixConnections, end_connections
+from npugrad_server.rpc.refusals import RareLog
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from npugrad_server.addresses import Address
     from npugrad_server.config import ServerSettings
     from npugrad_server.pool.tenant import Tenant
     from npugrad_server.rpc.rpc_call import RpcCall
@@ -140,7 +141,7 @@ class FrontMemory:
         self._waiting: dict[asyncio.Future[None], Waiter] = {}
         self._held = Counter[str]()
         self._most_of_one = max(int(_TENANT_PART * self.limits.memory_bytes), self.limits.call_bytes)
-        self._pressed_until_s = 0.0
+        self._pressed_until_s, self._is_pressed, self._log = 0.0, False, RareLog()
 
     @property
     def used_bytes(self) -> int:
@@ -280,18 +281,23 @@ class FrontMemory:
 
     # ------------------------------------------------------------------------- those that are too slow
 
-    async def watch(self, calls: Callable[[], Iterable[RpcCall]], port: int | None) -> None:
+    async def watch(self, calls: Callable[[], Iterable[RpcCall]], address: Address) -> None:
         """Ends calls that are too slow, until cancelled.
 
         Args:
             calls: The RPCs in progress.
-            port: The server's own; None if it has none, and connections cannot be told apart.
+            address: The server's own.
         """
+        unix = UnixConnections(address.path)
         while True:
             await asyncio.sleep(_TICK_S)
             peers = self.tick(list(calls()), time.monotonic())
-            if peers and port is not None:
-                await asyncio.to_thread(end_connections, peers, port)
+            if not peers:
+                unix.forget()
+            elif address.path:
+                await asyncio.to_thread(unix.end_unread, time.monotonic(), is_short=self._is_pressed)
+            else:
+                await asyncio.to_thread(end_connections, peers, address.port)
 
     def tick(self, calls: Iterable[RpcCall], now_s: float) -> set[str]:
         """Ends messages that take too long, and refuses those that have waited too long for room.
@@ -310,6 +316,7 @@ class FrontMemory:
                 left -= 1
         pressed = bool(self._waiting) or now_s < self._pressed_until_s
         pressed = pressed or self.used_bytes > _PRESSED_FROM * self.limits.memory_bytes
+        self._is_pressed = pressed
         peers = set()
         for call in calls:
             if call.answered_s is not None:
@@ -345,9 +352,14 @@ class FrontMemory:
         return True
 
     def _drop(self, what: str, call: RpcCall, seconds: float) -> None:
+        if call.is_untaken:
+            return  # its connection takes a moment to end
+        call.is_untaken = what == "reply"
         self.dropped[what] += 1
-        get_logger().warning(
+        self._log.warn(
+            (what, call.tenant.shown),
             f"{what} too slow",
+            time.monotonic(),
             method=call.method,
             peer=call.context.peer(),
             request_id=call.request_id,

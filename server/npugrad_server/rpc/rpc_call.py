@@ -50,6 +50,7 @@ class RpcCall:
         answered_s: When its reply, or the status behind it, began to wait to be taken; else None.
         is_slow: In a stream, tells whether the caller is slow; None in a unary call.
         failure: Why the server ended it while it waited for its caller.
+        is_untaken: Whether its reply was not taken in time, and that was counted.
     """
 
     context: Context
@@ -71,6 +72,7 @@ class RpcCall:
     answered_s: float | None = None
     is_slow: Callable[[], bool] | None = None
     failure: NpugradError | None = None
+    is_untaken: bool = False
 
     def __post_init__(self) -> None:
         """Records the arrival, and how long the client will wait."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import socket
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
-from npugrad_server.rpc.connections import end_connections
+from npugrad_server.rpc.connections import UNMOVED_S, UnixConnections, end_connections
 
 
 def connected(stack: ExitStack, family: int, listen: str, host: str) -> tuple[socket.socket, str, int]:
@@ -54,3 +55,49 @@ def test_the_connection_of_a_peer_is_ended_and_no_other(
 @pytest.mark.parametrize("peer", ["unix:", "unix:/run/npugrad.sock", "unix-abstract:name"])
 def test_peers_without_an_address_are_left_alone(peer: str) -> None:
     assert end_connections({peer}, 50051) == 0
+
+
+def is_open(client: socket.socket) -> bool:
+    """Whether the server's end was not shut down; takes what was sent."""
+    client.setblocking(False)
+    try:
+        while client.recv(2**16):
+            pass
+    except BlockingIOError:
+        return True
+    return False
+
+
+def test_connections_of_a_unix_socket_whose_clients_take_nothing_are_ended(tmp_path: Path) -> None:
+    """Not those that move or are of another socket; without anything to send, only if memory is short."""
+    with ExitStack() as stack:
+        names = ("stuck", "moving", "idle", "foreign", "young")
+        clients, servers, listeners = {}, {}, {}
+        for socket_name in ("own", "other"):
+            listeners[socket_name] = stack.enter_context(socket.socket(socket.AF_UNIX))
+            listeners[socket_name].bind(str(tmp_path / socket_name))
+            listeners[socket_name].listen()
+
+        def connect(name: str) -> None:
+            clients[name] = stack.enter_context(socket.socket(socket.AF_UNIX))
+            clients[name].connect(str(tmp_path / ("other" if name == "foreign" else "own")))
+            servers[name], _ = listeners["other" if name == "foreign" else "own"].accept()
+            stack.enter_context(servers[name])
+
+        for name in names[:-1]:
+            connect(name)
+        for name in ("stuck", "moving", "foreign"):
+            servers[name].sendall(bytes(1000))
+        connections = UnixConnections(str(tmp_path / "own"))
+        assert connections.end_unread(0.0, is_short=True) == 0
+        servers["moving"].sendall(bytes(1000))
+        assert connections.end_unread(UNMOVED_S - 1, is_short=True) == 0
+        connect("young")
+        assert connections.end_unread(UNMOVED_S, is_short=True) == 1
+        assert {name for name in names if not is_open(clients[name])} == {"stuck"}
+        servers["stuck"].close()
+        assert connections.end_unread(2 * UNMOVED_S, is_short=False) == 0
+        assert connections.end_unread(2 * UNMOVED_S, is_short=True) == 2
+        assert {name for name in names if is_open(clients[name])} == {"young", "foreign"}
+        connections.forget()
+        assert connections.end_unread(9 * UNMOVED_S, is_short=True) == 0

@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
+import structlog
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -191,8 +192,12 @@ def test_a_reply_that_is_not_taken_costs_its_caller_the_connection_and_sooner_wh
     memory = FrontMemory(FrontLimits(memory_bytes=4 * MESSAGE, reply_timeout_s=50))
     call = answered(memory)
     assert ended(memory, call, 49) == (set(), None)
-    assert ended(memory, call, 51) == ({PEER}, None)
-    assert memory.dropped == {"request": 0, "reply": 1}
+    with structlog.testing.capture_logs() as lines:
+        for after_s in (51, 52, 53):
+            assert ended(memory, call, after_s) == ({PEER}, None)
+            assert ended(memory, answered(memory), 51)[0]
+    assert [line["event"] for line in lines] == ["reply too slow"]  # one a minute
+    assert memory.dropped == {"request": 0, "reply": 4}
     another = answered(memory)
     assert not ended(memory, another, 6)[0]
     assert memory.arrive(call_of(memory), int(3.1 * MESSAGE))
