@@ -107,9 +107,9 @@ class ForkedServer:
 def fork_program(
     installation: Installation, arguments: Sequence[str], errors: IO[str], env: Mapping[str, str], *_: object
 ) -> ForkedServer:
-    """Runs `npugrad-server` on a simulator as a fork, and its workers, too; see `tests.npu_program`."""
+    """Runs `npugrad-server` on a simulator as a fork, and its workers, too; see `tests.server_program`."""
     output, to_output = os.pipe()
-    command, environment = ["tests.npu_program", *arguments], server_environment(env)
+    command, environment = ["tests.server_program", *arguments], server_environment(env)
     try:
         made = template(installation, True).fork(command, (), to_output, errors.fileno(), environment)
     finally:

@@ -19,13 +19,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import cache
+from functools import cache, partial
 from http.client import HTTPConnection, HTTPMessage
 from pathlib import Path
 from typing import IO, Any, Protocol
 
 import grpc
 import pytest
+from tests.worker_forks import WORKER_IMPORTS
 from tests.zygote import Process, Zygote
 
 from npugrad.v1 import server_pb2, server_pb2_grpc
@@ -36,6 +37,7 @@ SERVER_PROGRAM = ("-m", "npugrad_server")
 """What it runs."""
 START_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 120.0
+_WITH_FORKED_WORKERS = "tests.server_program"
 _EVENT_TIMEOUT_S = 60.0
 _LET_GO_S = 10.0
 _READY = "listening on "
@@ -259,7 +261,8 @@ def server_environment(env: Mapping[str, str] | None = None) -> dict[str, str]:
 
 @cache
 def _zygote() -> Zygote:
-    return Zygote(SERVER_PYTHON, server_environment())
+    imported = "npugrad_server.cli", _WITH_FORKED_WORKERS, *WORKER_IMPORTS
+    return Zygote(SERVER_PYTHON, server_environment(), "npugrad_server", *imported)
 
 
 def start_process(
@@ -267,12 +270,16 @@ def start_process(
     stderr: IO[str],
     env: Mapping[str, str] | None = None,
     program: Sequence[str] = SERVER_PROGRAM,
+    forked: str = "",
 ) -> Process:
-    """Starts a program with arguments, as a fork where that is the same; see `run_server`."""
+    """Starts a program with arguments, as a fork where that is the same; see `run_server`.
+
+    A fork may run another module, `forked`.
+    """
     environment = server_environment(env)
     changed = {name for name, value in (env or {}).items() if server_environment().get(name) != value}
     if program == SERVER_PROGRAM and all(name.startswith(_READ_LATE) for name in changed):
-        return _zygote().fork(arguments, environment, stderr)
+        return _zygote().fork(arguments, environment, stderr, forked)
     command = [SERVER_PYTHON, *program, *arguments]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment)
 
@@ -337,6 +344,10 @@ def run_server(
         running.kill()
 
 
+run_quick_server = partial(run_server, start=partial(start_process, forked=_WITH_FORKED_WORKERS))
+"""The same for tests that are not about how workers start: each takes half a second of a processor less."""
+
+
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """One server on cpu:0 for the whole run; do not stop it and do not kill its worker."""
@@ -354,6 +365,7 @@ def start_server(tmp_path: Path) -> Iterator[StartServer]:
         def start(*flags: str, **options: Any) -> ServerProcess:
             nonlocal count
             count += 1
-            return stack.enter_context(run_server(tmp_path / f"server{count}.log", *flags, **options))
+            run = run_server if "start" in options else run_quick_server
+            return stack.enter_context(run(tmp_path / f"server{count}.log", *flags, **options))
 
         yield start

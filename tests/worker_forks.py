@@ -32,7 +32,7 @@ from npugrad_server.pool.process import WorkerProcess
 from npugrad_server.pool.reaper import start_child
 
 _WORKER = "npugrad_server.worker"
-_IMPORTED = (
+WORKER_IMPORTS = (
     *("npugrad_server.worker.loop", "npugrad_server.worker.memory", "npugrad_server.worker.verifier"),
     *("npugrad_server.backends.cpu", "npugrad_server.backends.test"),
 )
@@ -82,7 +82,9 @@ class ForkedWorker:
 class Template:
     """The process that is forked; ends with this one."""
 
-    def __init__(self, imported: Sequence[str] = _IMPORTED, env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, imported: Sequence[str] = WORKER_IMPORTS, env: Mapping[str, str] | None = None
+    ) -> None:
         """Starts it.
 
         Args:

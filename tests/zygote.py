@@ -113,8 +113,8 @@ class Zygote:
         self,
         python: str,
         env: Mapping[str, str],
-        program: str = "npugrad_server",
-        imported: str = "npugrad_server.cli",
+        program: str,
+        *imported: str,
     ) -> None:
         """Starts it.
 
@@ -122,13 +122,13 @@ class Zygote:
             python: Interpreter.
             env: Environment while it imports.
             program: Module that runs in the end.
-            imported: Module that is imported before, with all that it imports.
+            imported: Modules that are imported before, with all that they import.
         """
         self._lock = threading.Lock()
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
-                [python, "-m", __name__, str(theirs.fileno()), program, imported],
+                [python, "-m", __name__, str(theirs.fileno()), program, *imported],
                 pass_fds=[theirs.fileno()],
                 stdout=subprocess.DEVNULL,
                 cwd=_ROOT,
@@ -141,15 +141,18 @@ class Zygote:
         self._control.close()
         self._process.wait()
 
-    def fork(self, arguments: Sequence[str], env: Mapping[str, str], stderr: IO[str]) -> Fork:
+    def fork(
+        self, arguments: Sequence[str], env: Mapping[str, str], stderr: IO[str], program: str = ""
+    ) -> Fork:
         """Runs the program.
 
         Args:
             arguments: Of its command line.
             env: Its environment.
             stderr: File for its standard error.
+            program: Another module that runs in its place.
         """
-        request = json.dumps([list(arguments), dict(env), str(Path.cwd())]).encode()
+        request = json.dumps([list(arguments), dict(env), str(Path.cwd()), program]).encode()
         (output, to_output), (report, to_report) = os.pipe(), os.pipe()
         try:
             with self._lock:
@@ -160,8 +163,8 @@ class Zygote:
         return Fork(open(report, "rb", buffering=0), open(output))
 
 
-def _serve(control: socket.socket) -> None:
-    """Forks at each request; returns in what was forked, to run the program, and exits at the end."""
+def _serve(control: socket.socket) -> str:
+    """Forks at each request; returns in what was forked, to run what it names, and exits at the end."""
     while True:
         data, descriptors, _, _ = socket.recv_fds(control, _MAX_REQUEST_BYTES, 3)
         if not data:
@@ -176,9 +179,9 @@ def _serve(control: socket.socket) -> None:
             os.close(descriptor)
 
 
-def _begin(request: tuple[list[str], dict[str, str], str], descriptors: list[int]) -> None:
-    """Forks once more, to wait for the end and to tell it."""
-    (arguments, env, folder), (output, errors, report) = request, descriptors
+def _begin(request: tuple[list[str], dict[str, str], str, str], descriptors: list[int]) -> str:
+    """Forks once more, to wait for the end and to tell it; returns which program is asked for."""
+    (arguments, env, folder, program), (output, errors, report) = request, descriptors
     if pid := os.fork():
         os.write(report, _NUMBER.pack(pid))
         os.close(output)
@@ -199,16 +202,18 @@ def _begin(request: tuple[list[str], dict[str, str], str], descriptors: list[int
     os.environ.update(env)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.argv[1:] = arguments
+    return program
 
 
-def main(descriptor: int, program: str, imported: str) -> None:
+def main(descriptor: int, program: str, *imported: str) -> None:
     """Runs a zygote, and then whatever it has become."""
     with socket.socket(fileno=descriptor) as control:
-        importlib.import_module(imported)
+        for name in imported:
+            importlib.import_module(name)
         # Ctrl-C at a terminal is for the tests, and for what was forked.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        _serve(control)
-    runpy.run_module(program, run_name="__main__", alter_sys=True)
+        asked = _serve(control)
+    runpy.run_module(asked or program, run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ LIMIT_S = 300
 
 @cache
 def _zygote() -> Zygote:
-    return Zygote(sys.executable, environment(), program=__name__, imported="tests.client.both")
+    return Zygote(sys.executable, environment(), __name__, "tests.client.both")
 
 
 def environment(**more: str) -> dict[str, str]:

@@ -20,7 +20,7 @@ from packaging.version import Version
 from tests.deploy import cluster
 from tests.deploy.cluster import USAGE, load_of, main, secret_of
 from tests.deploy.releases import MUTUAL, NAME, Release, render
-from tests.fix_server import run_server
+from tests.fix_server import run_quick_server
 from tests.fix_tls import Certificates
 
 from npugrad._tools.gen_manifests import ROOT, values_of
@@ -93,7 +93,7 @@ def test_what_it_sends_meets_the_strict_schema(profile: str) -> None:
 
 @pytest.mark.slow
 def test_its_load_counts_calls_and_those_that_fail(certificates: Certificates, tmp_path: Path) -> None:
-    with run_server(
+    with run_quick_server(
         tmp_path / "server.log", *certificates.flags, credentials=certificates.credentials(), check_end=False
     ) as running:
         command = [sys.executable, str(LOAD), running.address, certificates.authority]

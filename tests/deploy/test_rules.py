@@ -13,7 +13,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 from tests.deploy.prometheus_tools import program
 from tests.deploy.releases import Release
-from tests.fix_server import run_server
+from tests.fix_server import run_quick_server
 from tests.fix_tls import Certificates
 
 from npugrad._tools.gen_manifests import CHART, ROOT
@@ -22,7 +22,7 @@ from npugrad._tools.metrics_table import all_metrics
 RULES = CHART / "files" / "npugrad.rules.yaml"
 # As text: to YAML, 0x20 is a number, and to promtool twenty more zeros.
 CASES = yaml.load(
-    Path(__file__).with_name("npugrad.rules.test.yaml").read_text("utf-8"), Loader=yaml.BaseLoader
+    Path(__file__).with_name("npugrad.rules.test.yaml").read_text("utf-8"), Loader=yaml.CBaseLoader
 )
 _TOOL_S = 60
 
@@ -101,7 +101,7 @@ def page(certificates: Certificates, tmp_path_factory: pytest.TempPathFactory) -
     """Return the page of a server with TLS."""
     flags = "--metrics-listen", "127.0.0.1:0", *certificates.flags
     log = tmp_path_factory.mktemp("page") / "server.log"
-    with run_server(log, *flags, credentials=certificates.credentials()) as running:
+    with run_quick_server(log, *flags, credentials=certificates.credentials()) as running:
         status, text = running.page("/metrics")
     assert status == 200
     return text

@@ -288,4 +288,4 @@ def _is_worker(pid: int) -> bool:
         command, name = (Path(f"/proc/{pid}/{file}").read_bytes() for file in ("cmdline", "comm"))
     except OSError:  # it ended meanwhile
         return False
-    return b"\0npugrad_server.worker\0" in command or name.startswith(b"npu:")
+    return b"\0npugrad_server.worker\0" in command or name.startswith((b"cpu:", b"npu:", b"test:"))

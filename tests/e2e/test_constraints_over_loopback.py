@@ -18,7 +18,7 @@ import pytest
 from google.rpc import error_details_pb2, status_pb2
 from tests.calls import header_frame
 from tests.e2e.harness import CALL_TIMEOUT_S, RECORDS, Wire, case
-from tests.fix_server import run_server
+from tests.fix_server import run_quick_server
 from tests.summary import Tally
 
 from npugrad import codec
@@ -168,7 +168,10 @@ def assert_translated(raised: Exception, local: OperatorError, first: Violation)
     [product if product in SAMPLES else pytest.param(product, marks=pytest.mark.deep) for product in Product],
 )
 def test_constraints_prove_themselves_over_loopback(product: Product, tmp_path: Path, tally: Tally) -> None:
-    with run_server(tmp_path / "log", "--product", str(product)) as running, running.channel() as channel:
+    with (
+        run_quick_server(tmp_path / "log", "--product", str(product)) as running,
+        running.channel() as channel,
+    ):
         wire = Wire.of(channel)
         for record in RECORDS:
             with case(record.name):

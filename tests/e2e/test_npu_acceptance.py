@@ -17,8 +17,8 @@ from tests.cann_sim.fixtures import template
 from tests.cann_sim.report import HOST_OBJECTS, write_plan
 from tests.cann_sim.report import Report as SimulatorReport
 from tests.fix_npu import fork_program, npu_environment
-from tests.npu_program import forked_trials
 from tests.operators import FLOYD, GRID_SAMPLER, GROUP_NORM, MSDA
+from tests.server_program import forked_trials
 from tests.worker_forks import forked_workers
 
 from npugrad.operator import OpRecord

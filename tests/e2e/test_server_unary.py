@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from tests.calls import TIMEOUT_S, call_unary, cpu_backend, failure_of, fill, repeated, sample
 from tests.e2e.harness import case, eventually, idle
-from tests.fix_server import ServerProcess, StartServer, run_server
+from tests.fix_server import ServerProcess, StartServer, run_quick_server
 from tests.operators import GRID_SAMPLER, GRID_SAMPLER_3D, GROUP_NORM
 
 from npugrad import TensorMeta, codec
@@ -106,7 +106,7 @@ def test_reply_that_no_message_can_hold_is_refused_before_it_is_run(server_chann
 def test_deadlines_pass_in_the_queue_until_run_times_are_known_and_are_then_refused(tmp_path: Path) -> None:
     made, log_path = sample(), tmp_path / "server.log"
     device = "test:1?ms=4000"
-    with run_server(log_path, devices=device, check_end=False) as slow, slow.channel() as channel:
+    with run_quick_server(log_path, devices=device, check_end=False) as slow, slow.channel() as channel:
         method = backward_pb2_grpc.BackwardServiceStub(channel).GroupNormBackward
         # Nothing has run yet: that the second call would come late cannot be known.
         first = method.future(made.message(), timeout=TIMEOUT_S)
@@ -129,7 +129,7 @@ def busy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """A device that takes its time and fails calls by their label, and room for two calls to wait."""
     log_path = tmp_path_factory.mktemp("busy") / "server.log"
     devices = "test:1?ms=300&compute=1&oom=oom&bug=bug&corrupt=corrupt"
-    with run_server(log_path, "--max-queue-depth", "2", devices=devices) as running:
+    with run_quick_server(log_path, "--max-queue-depth", "2", devices=devices) as running:
         yield running
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 import pytest
 from tests.calls import TIMEOUT_S, Sample, call_execute, failure_of, repeated, sample
-from tests.fix_server import ServerProcess, run_server
+from tests.fix_server import ServerProcess, run_quick_server
 
 from npugrad.errors import DeadlineExceeded
 from npugrad.v1 import backward_pb2_grpc
@@ -88,7 +88,7 @@ def end_of_reply(running: ServerProcess) -> str:
 def test_streams_below_the_least_rate_are_ended(tmp_path: Path, large: Sample) -> None:
     """All at once; one that stands still is told so, and a quick one is served."""
     quick = sample()
-    with run_server(tmp_path / "log", *RATED) as running, ThreadPoolExecutor(4) as pool:
+    with run_quick_server(tmp_path / "log", *RATED) as running, ThreadPoolExecutor(4) as pool:
         before_it_has_memory = pool.submit(end_of_upload, running, large, 1)
         after = pool.submit(end_of_upload, running, large, 1000)
         still = pool.submit(end_of_upload, running, large, 1, 1)
@@ -105,7 +105,7 @@ def test_streams_below_the_least_rate_are_ended(tmp_path: Path, large: Sample) -
 
 
 def test_streams_that_take_longer_than_they_may_are_ended(tmp_path: Path, large: Sample) -> None:
-    with run_server(tmp_path / "log", *LIMITED) as running, ThreadPoolExecutor(2) as pool:
+    with run_quick_server(tmp_path / "log", *LIMITED) as running, ThreadPoolExecutor(2) as pool:
         upload = pool.submit(end_of_upload, running, large, 2**16)
         assert "expected all of it within 0.5 s" in pool.submit(end_of_reply, running).result()
         assert "expected all of it within 1 s" in upload.result()
@@ -134,7 +134,7 @@ def test_replies_nobody_reads_do_not_hold_their_device(tmp_path: Path, large: Sa
     flags = ("--output-arena-bytes", "32MiB", "--front-memory-bytes", "52MiB")
     expected = large.reference()
     with ExitStack() as stack:
-        running = stack.enter_context(run_server(tmp_path / "server.log", *flags))
+        running = stack.enter_context(run_quick_server(tmp_path / "server.log", *flags))
         other = stack.enter_context(running.channel())
         first = stack.enter_context(unread(running, large))
         assert call_execute(other, large.frames()).contents == expected

@@ -17,7 +17,7 @@ from tests.calls import call_execute, call_unary, sample
 from tests.client.both import Looped
 from tests.client.fake_service import fake_service
 from tests.e2e.harness import STREAMED, UNARY, case, eventually
-from tests.fix_server import ServerProcess, StartServer, run_command, run_server, server_flags
+from tests.fix_server import ServerProcess, StartServer, run_command, run_quick_server, server_flags
 from tests.fix_tls import CLIENT_ONLY, SERVER_ONLY, Certificates, signed_again
 from tests.proofs.callers import arguments
 
@@ -35,7 +35,7 @@ PAST, FUTURE = (datetime(year, 1, 1, tzinfo=timezone.utc) for year in (2021, 210
 def secured(tmp_path_factory: pytest.TempPathFactory, certificates: Certificates) -> Iterator[ServerProcess]:
     """A server that shows a certificate and asks for none; test device, so that it starts quickly."""
     log_path = tmp_path_factory.mktemp("secured") / "server.log"
-    with run_server(
+    with run_quick_server(
         log_path, *certificates.flags, devices="test:1?compute=1", credentials=certificates.credentials()
     ) as running:
         yield running
@@ -48,7 +48,7 @@ def mutual(tmp_path_factory: pytest.TempPathFactory, certificates: Certificates)
     trusted = Path(certificates.client_ca).read_bytes() + AUTHORITY.cert_pem.bytes()
     (folder / "callers.pem").write_bytes(trusted)
     flags = (*certificates.flags, "--tls-client-ca", str(folder / "callers.pem"))
-    with run_server(
+    with run_quick_server(
         folder / "server.log",
         *("--metrics-listen", "127.0.0.1:0", *flags),
         devices="test:1?compute=1",
@@ -195,7 +195,7 @@ def test_new_connections_get_a_certificate_that_was_swapped(
 ) -> None:
     rotating = certificates.copied(tmp_path)
     credentials = rotating.credentials(certificates.caller())
-    with run_server(
+    with run_quick_server(
         tmp_path / "log",
         *("--metrics-listen", "127.0.0.1:0", *rotating.mutual_flags),
         devices="test:1?compute=1",
@@ -223,7 +223,9 @@ def test_callers_of_the_old_authority_stay_out_once_it_was_replaced(
     rotating = certificates.copied(tmp_path)
     old, new = (certificates.credentials(pair) for pair in (certificates.caller(), issued()))
     with (
-        run_server(tmp_path / "log", *rotating.mutual_flags, devices="test:1", credentials=old) as running,
+        run_quick_server(
+            tmp_path / "log", *rotating.mutual_flags, devices="test:1", credentials=old
+        ) as running,
         running.channel() as kept,
     ):
 

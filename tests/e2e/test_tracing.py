@@ -19,7 +19,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind
 from tests.client.fake_service import STREAMED, UNARY, group_norm
 from tests.e2e.harness import case
-from tests.fix_server import ServerProcess, StartServer, run_server
+from tests.fix_server import ServerProcess, StartServer, run_quick_server
 
 from npugrad.v1 import server_pb2, server_pb2_grpc
 from npugrad_client import Client, InvalidOperand, RetryPolicy
@@ -90,7 +90,7 @@ def collector() -> Iterator[Collector]:
 def traced(collector: Collector, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """A server that traces every call."""
     log_path = tmp_path_factory.mktemp("traced") / "log"
-    with run_server(log_path, "--trace-ratio", "1", env=collector.variables) as running:
+    with run_quick_server(log_path, "--trace-ratio", "1", env=collector.variables) as running:
         yield running
 
 
@@ -99,7 +99,7 @@ def slow(collector: Collector, tmp_path_factory: pytest.TempPathFactory) -> Iter
     """Another one, whose device is done with no call before the tests are."""
     log_path = tmp_path_factory.mktemp("slow") / "log"
     never: dict[str, Any] = {"devices": "test:1?ms=600000", "check_end": False}
-    with run_server(log_path, "--trace-ratio", "1", env=collector.variables, **never) as running:
+    with run_quick_server(log_path, "--trace-ratio", "1", env=collector.variables, **never) as running:
         yield running
 
 
@@ -268,7 +268,7 @@ def test_a_server_ends_in_time_though_nobody_takes_its_spans(start_server: Start
 
 
 def test_a_server_that_does_not_trace_does_without_opentelemetry(tmp_path: Path) -> None:
-    with run_server(tmp_path / "log", program=WITHOUT_OTEL) as server, Client(server.address) as client:
+    with run_quick_server(tmp_path / "log", program=WITHOUT_OTEL) as server, Client(server.address) as client:
         client.group_norm_backward(**group_norm())
 
 
@@ -281,7 +281,7 @@ def test_a_server_that_does_not_trace_does_without_opentelemetry(tmp_path: Path)
 )
 def test_a_server_that_is_to_trace_says_what_it_lacks(tmp_path: Path, name: str, flags: list[str]) -> None:
     log = tmp_path / "log"
-    with run_server(log, *flags, program=WITHOUT_OTEL, wait=False, check_end=False) as server:
+    with run_quick_server(log, *flags, program=WITHOUT_OTEL, wait=False, check_end=False) as server:
         assert server.wait() == 1
     install = "pip install '.[otel]' ./server in a checkout of npugrad"
     expected = f"{name}: found no OpenTelemetry; expected the extra otel: {install}"

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from tests.client import programs
-from tests.fix_server import ServerProcess, StartServer, run_server
+from tests.fix_server import ServerProcess, StartServer, run_quick_server
 from tests.fix_tls import Certificates
 
 from npugrad_client import Client
@@ -123,7 +123,7 @@ def test_secure_connection(
 @pytest.fixture(scope="module")
 def known(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """Each call takes 60 ms by a timer, whatever else the machine does."""
-    with run_server(tmp_path_factory.mktemp("known") / "server.log", devices="test:2?ms=60") as running:
+    with run_quick_server(tmp_path_factory.mktemp("known") / "server.log", devices="test:2?ms=60") as running:
         yield running
 
 

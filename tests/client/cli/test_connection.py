@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from tests.client.cli.command import failed, run
 from tests.client.fake_service import fake_service, group_norm
-from tests.fix_server import ServerProcess, run_server
+from tests.fix_server import ServerProcess, run_quick_server
 from tests.fix_tls import Certificates
 
 from npugrad.ops import OPERATORS
@@ -28,7 +28,7 @@ ATTRS = ("--attr", "group=0", "--attr", "output_mask=true,true,true")
 def mutual(tmp_path_factory: pytest.TempPathFactory, certificates: Certificates) -> Iterator[ServerProcess]:
     credentials = certificates.credentials(certificates.caller())
     log_path = tmp_path_factory.mktemp("mutual") / "server.log"
-    with run_server(
+    with run_quick_server(
         log_path, *certificates.mutual_flags, devices="cpu:0", credentials=credentials
     ) as running:
         yield running

@@ -1,7 +1,7 @@
-"""`npugrad-server` whose workers, and an acceptance's trials, are forks of a process that has imported torch.
+"""`npugrad-server` whose workers, and an acceptance's trials, are forks of what has imported their programs.
 
-Run in a fork itself, as `tests.fix_npu` starts it: before it has threads, it divides into the command and the
-template of what the command starts.
+Run in a fork itself, as `tests.fix_server` and `tests.fix_npu` start it: before it has threads, it divides
+into the command and the template of what the command starts.
 """
 
 from __future__ import annotations
