@@ -276,8 +276,8 @@ def test_a_pre_forking_parent_shares_its_client_with_its_workers() -> None:
 @pytest.mark.deep
 @pytest.mark.slow
 @pytest.mark.torch
-@pytest.mark.parametrize(("way", "epochs"), [("fork", 2), ("spawn", 1)])
-def test_a_dataset_calls_from_dataloader_workers(way: str, epochs: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("way", "epochs", "workers"), [("fork", 2, 2), ("spawn", 1, 1)])
+def test_a_dataset_calls_from_dataloader_workers(way: str, epochs: int, workers: int, tmp_path: Path) -> None:
     """Once more in new workers where they are forked; those that are spawned import everything anew."""
     pytest.importorskip("torch")
     program = """
@@ -307,7 +307,7 @@ def test_a_dataset_calls_from_dataloader_workers(way: str, epochs: int, tmp_path
         dataset = Gradients(client)
         dataset[0]
         loader = torch.utils.data.DataLoader(
-            dataset, batch_size=3, num_workers=2, multiprocessing_context=sys.argv[2])
+            dataset, batch_size=3, num_workers=int(sys.argv[4]), multiprocessing_context=sys.argv[2])
         for _ in range(int(sys.argv[3])):
             print(sum(len(batch) for batch in loader), flush=True)
         dataset[1]
@@ -315,7 +315,10 @@ def test_a_dataset_calls_from_dataloader_workers(way: str, epochs: int, tmp_path
     (tmp_path / "load.py").write_text(textwrap.dedent(program))
     with fake_service() as service:
         ran = subprocess.run(
-            [sys.executable, "-W", "ignore", tmp_path / "load.py", service.address, way, str(epochs)],
+            [
+                *(sys.executable, "-W", "ignore", tmp_path / "load.py"),
+                *(service.address, way, str(epochs), str(workers)),
+            ],
             capture_output=True,
             text=True,
             timeout=550,

@@ -252,14 +252,15 @@ TENSORS: dict[str, tuple[Edit, tuple[str, ...] | str]] = {
 def test_bad_tensor(
     of_each: bool, record: OpRecord, channel: grpc.Channel, legal: Legal, tally: Tally
 ) -> None:
-    """An operand is broken in every way: each of them, or another one for each way and operator."""
+    """An operand is broken in every way: one of each type and rank, or another for each way."""
     made = legal[record.name]
     params = record.inputs if record is not FLOYD else record.inputs[::4]
-    given = [param.name for param in params if made.call.inputs[param.name] is not None]
+    given = {param.name: meta for param in params if (meta := made.call.inputs[param.name]) is not None}
+    unlike = {(meta.dtype, meta.rank): name for name, meta in given.items()}.values()
     for turn, (what, (edit, expected)) in enumerate(TENSORS.items(), RECORDS.index(record)):
         # A scalar has no axis that could be longer.
-        names = [name for name in given if what != "shape" or made.call.tensor(name).rank]
-        for name in names if of_each else [names[turn % len(names)]]:
+        names = [name for name, meta in given.items() if what != "shape" or meta.rank]
+        for name in unlike if of_each else [names[turn % len(names)]]:
             for error in refusals(channel, made, name, edit, announce=not what.startswith("content")):
                 with case(what, name):
                     assert_named(error, record, name, expected)

@@ -126,7 +126,7 @@ def stack() -> Iterator[ExitStack]:
 @pytest.mark.parametrize(
     ("listen", "kills", "restarts", "least_calls"),
     [
-        pytest.param(f"{ALONE}:0", 20, 5, 2000, marks=[pytest.mark.deep, pytest.mark.long]),
+        pytest.param(f"{ALONE}:0", 8, 2, 800, marks=[pytest.mark.deep, pytest.mark.long]),
         ("unix", 1, 1, 100),
     ],
     ids=["tcp", "unix"],

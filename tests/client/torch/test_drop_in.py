@@ -127,10 +127,10 @@ def test_gradcheck(client: Client, function: Any) -> None:
 @pytest.mark.slow
 def test_gradcheck_of_1_to_257_channels(client: Client) -> None:
     with drop_in(client, on_refused="local"):
-        for channels in (*range(1, 66), *range(69, 258, 4)):
+        for channels in (*range(1, 34), *range(37, 258, 10)):
             function = FUNCTIONS[channels // 8 % 2]
             assert gradcheck(function.apply, call_of(channels), fast_mode=True), channels
-        assert gradcheck(DetrFunction.apply, call_of(30)), "column by column"
+        assert gradcheck(DetrFunction.apply, call_of(10)), "column by column"
 
 
 @STYLES

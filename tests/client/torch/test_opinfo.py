@@ -103,7 +103,10 @@ def check(client: Client, name: str, sample: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("names", [OPERATORS[:1], pytest.param(OPERATORS[1:], marks=pytest.mark.deep)])
 def test_gradients_of_pytorchs_own_samples(client: Client, names: tuple[str, ...]) -> None:
+    """Those with two names have half of the types by each."""
     for name, dtype in itertools.product(names, TYPES):
+        if name != OPERATORS[0] and (OPERATORS.index(name) + TYPES.index(dtype)) % 2:
+            continue
         counts: Counter[bool] = Counter()
         for sample in samples(name, dtype):
             check(client, name, sample)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -68,14 +69,21 @@ def tested(request: pytest.FixtureRequest, libraries: Path) -> Path:
     return path
 
 
+_OF_TASKS = re.compile(
+    r"/test_pool\.py|-(large|4194304)\b|one_window_is_cut|of_several_waves|memory_does_not_grow"
+)
+"""Tests of how the threads share a call and of the memory it takes, which no instruction set changes."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave later turns to the best variant."""
-    items[:] = [item for item in items if not _is_later_turn_of_another_variant(item)]
+    """Leave later turns, and what is about tasks, to the best variant."""
+    items[:] = [item for item in items if not _is_for_the_best(item)]
 
 
-def _is_later_turn_of_another_variant(item: pytest.Item) -> bool:
+def _is_for_the_best(item: pytest.Item) -> bool:
     params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
-    return bool(params.get("turn")) and params.get("tested", VARIANTS[0]) != VARIANTS[0]
+    is_another = params.get("tested", VARIANTS[0]) != VARIANTS[0]
+    return is_another and (bool(params.get("turn")) or _OF_TASKS.search(item.nodeid) is not None)
 
 
 @pytest.fixture
