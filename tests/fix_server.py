@@ -210,7 +210,7 @@ class ServerProcess:
 
 
 class StartServer(Protocol):
-    """Starts a server; see `run_server` for the arguments."""
+    """Starts a server; see `run_server` for the arguments, and `run_quick_server` for what is quick."""
 
     def __call__(
         self,
@@ -221,6 +221,7 @@ class StartServer(Protocol):
         wait: bool = True,
         check_end: bool = True,
         credentials: grpc.ChannelCredentials | None = None,
+        quick: bool = True,
     ) -> ServerProcess:
         """The running server, ready to be called."""
 
@@ -362,10 +363,10 @@ def start_server(tmp_path: Path) -> Iterator[StartServer]:
     with ExitStack() as stack:
         count = 0
 
-        def start(*flags: str, **options: Any) -> ServerProcess:
+        def start(*flags: str, quick: bool = True, **options: Any) -> ServerProcess:
             nonlocal count
             count += 1
-            run = run_server if "start" in options else run_quick_server
+            run = run_quick_server if quick else run_server
             return stack.enter_context(run(tmp_path / f"server{count}.log", *flags, **options))
 
         yield start

@@ -126,7 +126,7 @@ def _shown() -> Iterator[Any]:
     """Each command that can run here: those of the quickstart, one of each other kind, the rest if deep."""
     kinds = set()
     for command in dict.fromkeys(line for page in (QUICKSTART, *PAGES) for line in commands_of(page)):
-        kind = tuple(re.findall(r"^[a-z-]+| [a-z]+", command.partition(" -")[0])[:3])
+        kind = tuple(re.findall(r"^[a-z-]+| [a-z]+\b(?!\.)", command.partition(" -")[0])[:3])
         deep = kind in kinds and command not in commands_of(QUICKSTART)
         kinds.add(kind)
         if "acceptance" not in command:  # it needs an NPU; its own tests run it on the simulated CANN

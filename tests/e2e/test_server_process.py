@@ -80,7 +80,7 @@ def test_workers_that_were_all_stopped_are_replaced(start_server: StartServer) -
     # The two may be killed one after the other. Then both die under the same call, and without the delay
     # the first would be back too soon.
     flags = ("--heartbeat-timeout-s", "2", "--circuit-deaths", "0")
-    hung = start_server(*flags, devices="test:2?compute=1&open_ms=2000", start=start_process)
+    hung = start_server(*flags, devices="test:2?compute=1&open_ms=2000", quick=False)
     made = sample()
     with hung.channel() as channel:
         watch = watch_health(channel)
@@ -111,7 +111,7 @@ def _use_up_descriptors(pid: int) -> None:
 
 def test_no_call_opens_a_descriptor(start_server: StartServer) -> None:
     """A server that has none left goes on serving the connections that it has."""
-    full = start_server(check_end=False, start=start_process)
+    full = start_server(check_end=False, quick=False)
     made = sample()
     header = backward_pb2.ExecuteHeader(group_norm_backward=made.message())
     with full.channel() as channel:
@@ -147,7 +147,7 @@ def test_devices_are_back_once_the_host_has_descriptors_again(start_server: Star
         *("--max-respawns", "1", "--respawn-backoff-s", "0.02", "--respawn-backoff-max-s", "0.2"),
         *("--liveness-down-limit-s", "0.5"),
         devices="test:2?compute=1",
-        start=start_process,
+        quick=False,
     )
     pid, made = server.process.pid, sample()
     with server.channel() as channel:

@@ -216,7 +216,7 @@ def test_values_that_are_not_finite_spread_alike_in_blocks_and_warn_nobody(
 # ------------------------------------------------------------------------------------------- blocks
 
 
-@turns(4)
+@turns(2)
 def test_blocks_change_only_the_last_digits(record: OpRecord, turn: int) -> None:
     for number, derived in enumerate([*uneven(record), *longer(record, 3000, 5)], turn):
         call = derived.call("float64")
@@ -235,7 +235,7 @@ def test_blocks_of_one_element_each(record: OpRecord) -> None:
             assert_close(run(record, call, inputs, scratch_bytes=1), run(record, call, inputs))
 
 
-@turns(3)
+@turns(2)
 def test_scratch_memory_stays_within_the_budget(record: OpRecord, turn: int) -> None:
     """Some operand holds twice the budget in float64, and so do some results."""
     for number, derived in enumerate(longer(record, LARGE), turn):
