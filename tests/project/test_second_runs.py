@@ -16,6 +16,7 @@ import os, random, time, warnings
 from pathlib import Path
 import pytest
 from hypothesis import given, strategies
+from tests.derived import told
 
 def again(name):
     mark = Path(__file__).with_name(name)
@@ -48,10 +49,8 @@ def test_slow(): again("slow") or time.sleep(60)
 def test_warns(): again("warns") or warnings.warn("odd")
 @pytest.mark.timeout(0.1)
 def test_slow_case():
-    from tests.derived import told
     with told("a case"): again("slow_case") or time.sleep(60)
 def test_case_warns():
-    from tests.derived import told
     with told("a case"): again("case_warns") or warnings.warn("odd")
 def test_thrown_away():
     class Odd:
