@@ -51,3 +51,12 @@ def header_block(path: bytes, *more: tuple[bytes, bytes]) -> bytes:
 def message(announced: int, data: bytes, compressed: int = 0) -> bytes:
     """A gRPC message that says how long it is."""
     return struct.pack(">BI", compressed, announced) + data
+
+
+def split_frames(data: bytes) -> tuple[list[tuple[int, int, int, bytes]], bytes]:
+    """Type, flags, stream and payload of each whole frame, and the bytes that are left."""
+    frames = []
+    while len(data) >= 9 and len(data) >= 9 + (length := int.from_bytes(data[:3], "big")):
+        frames.append((*struct.unpack_from(">BBI", data, 3), data[9 : 9 + length]))
+        data = data[9 + length :]
+    return frames, data

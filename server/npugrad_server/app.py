@@ -29,7 +29,8 @@ from npugrad_server.pages import Pages, serve_pages
 from npugrad_server.pool import DevicePool, keep_reaping
 from npugrad_server.pool.types import WORKER_MODULE
 from npugrad_server.rpc.certificates import LiveCertificates, told
-from npugrad_server.rpc.front_memory import FrontLimits, FrontMemory
+from npugrad_server.rpc.front_limits import FrontLimits
+from npugrad_server.rpc.front_memory import FrontMemory
 from npugrad_server.rpc.front_metrics import FrontCollector
 from npugrad_server.rpc.funnel import Funnel
 from npugrad_server.rpc.health import Health, register_health, register_reflection
@@ -51,6 +52,7 @@ from npugrad_server.start_checks import (
 )
 from npugrad_server.tenants import TenantsError
 from npugrad_server.tls import TlsFilesError
+from npugrad_server.worker.memory import keep_giving_back
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -231,10 +233,12 @@ class App:
         if self._certificates is not None:
             self._keep(self._certificates.watch())
             self._looks.append(self._certificates.looks)
-        watching = asyncio.create_task(self._memory.watch(self._funnel.calls, self.address))
-        self._resources.callback(watching.cancel)
+        memories = (self._memory, self._funnel.queries.memory)
+        for memory in memories:
+            self._keep(memory.watch(self._funnel.calls, self.address))
+        self._keep(keep_giving_back(lambda: sum(memory.used_bytes for memory in memories)))
         metrics.show_pool(self.pool, asyncio.get_running_loop())
-        metrics.registry.register(FrontCollector(self._memory))
+        metrics.registry.register(FrontCollector(*memories))
         facts = Facts(self._made, self._settings, self._memory, started_s, self._registry.records)
         self._info = ServerServicer(self.pool, facts)
         self._register()

@@ -41,6 +41,8 @@ LEAST_MESSAGE_BYTES = MAX_CHUNK_BYTES + 64 * 2**10
 """Fits any frame of a stream: a largest chunk and what surrounds it."""
 MESSAGES_PER_CALL = 4
 """Messages that the largest unary call takes: its request, its reply, gRPC's copy, and some overhead."""
+FRONT_MESSAGES = 8
+"""Messages that the front memory has to hold: those of a call, and what is set aside of it."""
 _LONGEST_S = 2e6
 """grpc keeps some times as milliseconds in 32 bits."""
 
@@ -147,16 +149,19 @@ class ServerSettings(BaseSettings):
     )
     front_memory_bytes: ByteSize | None = Field(
         default=None,
-        description="Bytes outside the arenas that messages and unread replies may take at once; a reply "
-        "counts twice because gRPC keeps a copy. Calls that find no room get QUEUE_FULL. At least four "
-        "times max_message_bytes. Default: an eighth of the memory, at most 4 GiB.",
+        description="Bytes outside the arenas that callers may take of the front process: messages, unread "
+        "replies, which count twice because gRPC keeps a copy, and in two fifths of it, what callers send "
+        "before or after it is read, and calls about the server. Calls that find no room get QUEUE_FULL. At "
+        "least eight times max_message_bytes. Default: an eighth of the memory, at most 4 GiB.",
     )
     max_calls: int = Field(
         default=1024,
         ge=1,
         description="Calls in progress at once, until they are answered; more get QUEUE_FULL. Tenants share "
         "these places by weight: a call of one that has fewer ends one of the tenant that has most. "
-        "GetServerInfo, ListOperators, health checks and reflection have as many places of their own.",
+        "GetServerInfo, ListOperators, health checks and reflection have a quarter as many places of their "
+        "own. A quarter of front_memory_bytes, divided by max_calls, is what a caller can have in transit on "
+        "a call, from 64 KiB to 16 MiB: with fewer places, uploads over long distances are faster.",
     )
     max_streams_per_connection: int = Field(
         default=256,
@@ -390,12 +395,12 @@ class ServerSettings(BaseSettings):
 
     @model_validator(mode="after")
     def _a_call_fits_the_front_memory(self) -> ServerSettings:
-        least = MESSAGES_PER_CALL * self.max_message_bytes
+        least = FRONT_MESSAGES * self.max_message_bytes
         if self.front_memory_bytes is not None and self.front_memory_bytes < least:
             raise _about(
                 "front_memory_bytes",
                 f"found {self.front_memory_bytes} bytes; expected at least {least}, which is "
-                f"{MESSAGES_PER_CALL} times max_message_bytes",
+                f"{FRONT_MESSAGES} times max_message_bytes",
             )
         return self
 

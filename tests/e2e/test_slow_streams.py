@@ -131,7 +131,7 @@ def content_of(replies: Any) -> bytes:
 
 def test_replies_nobody_reads_do_not_hold_their_device(tmp_path: Path, large: Sample) -> None:
     """There is room for one in the arena, and for one beside it; a third one costs whoever reads nothing."""
-    flags = ("--output-arena-bytes", "32MiB", "--front-memory-bytes", "52MiB")
+    flags = ("--output-arena-bytes", "32MiB", "--front-memory-bytes", "84MiB")
     expected = large.reference()
     with ExitStack() as stack:
         running = stack.enter_context(run_quick_server(tmp_path / "server.log", *flags))

@@ -31,6 +31,7 @@ from tests.http2 import (
     WINDOW_UPDATE,
     call_headers,
     frame,
+    header_block,
     literal,
     message,
 )
@@ -105,6 +106,14 @@ def hpack_bomb() -> Iterator[bytes]:
         yield frame(HEADERS, END_HEADERS, stream, fields + b"\xbe" * 12000)
 
 
+def hpack_calls() -> Iterator[bytes]:
+    """Whole calls with 450 references to an empty field: nearly as much metadata as a call may have."""
+    for stream in range(1, 2**31, 2):
+        field = b"\x40\x03x-b\0" if stream == 1 else b""
+        block = header_block(PATH) + field + b"\xbe" * 450
+        yield frame(HEADERS, END_HEADERS | END_STREAM, stream, block)
+
+
 def _integer(rest: int) -> bytes:
     """What follows the prefix of an integer in HPACK."""
     return bytes([rest % 128 | 128]) + _integer(rest // 128) if rest > 127 else bytes([rest])
@@ -139,6 +148,7 @@ ATTACKS = (
     Attack("rapid reset, unread", rapid_reset, reads=False),
     Attack("CONTINUATION", continuation),
     Attack("HPACK bombs", hpack_bomb),
+    Attack("HPACK, whole calls", hpack_calls),
     Attack("PING, unread", _forever(frame(PING, 0, 0, bytes(8)) * _BURST), reads=False),
     Attack("SETTINGS, unread", _forever(frame(SETTINGS, 0, 0, _SETTING) * _BURST), reads=False),
     Attack("PRIORITY", _forever(frame(PRIORITY, 0, 1, bytes(5)) * _BURST)),

@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 import select
 import socket
-import struct
 import threading
 import time
 from collections import Counter
@@ -42,6 +41,7 @@ from tests.http2 import (
     call_headers,
     frame,
     message,
+    split_frames,
 )
 from tests.proofs.callers import Call, Load, plain, sdk
 from tests.proofs.proof import run, told, verdict
@@ -133,16 +133,13 @@ class SlowUploads:
 
     def _take(self, connection: socket.socket) -> None:
         """Reads what has come, answers what HTTP/2 wants answered, and opens ended uploads again."""
-        data = self._received[connection] + connection.recv(2**16)
+        frames, self._received[connection] = split_frames(self._received[connection] + connection.recv(2**16))
         ended = 0
-        while len(data) >= 9 and len(data) >= 9 + (length := int.from_bytes(data[:3], "big")):
-            kind, flags, stream = struct.unpack_from(">BBI", data, 3)
-            payload, data = data[9 : 9 + length], data[9 + length :]
+        for kind, flags, stream, payload in frames:
             if kind in (SETTINGS, PING) and not flags & ACK:
                 connection.sendall(frame(kind, ACK, 0, payload if kind == PING else b""))
             if kind == RST_STREAM or (kind == HEADERS and flags & END_STREAM):
                 ended += self._sent[connection].pop(stream, 0) > 0
-        self._received[connection] = data
         self.ended += ended
         self._missing[connection] += ended
 

@@ -113,7 +113,17 @@ def test_a_bare_server_survives_rapid_reset_of_four_connections(tmp_path: Path) 
     pytest.fail(str(row))
 
 
-@pytest.mark.parametrize("count", [1, deep(6)])
+@pytest.mark.deep
+@pytest.mark.parametrize("method", ["unary", "Execute", "Check", "Watch", "reflection"])
+def test_messages_that_never_end_are_bounded_for_every_method(method: str, tmp_path: Path) -> None:
+    slack_bytes = front_memory.SLACK_BYTES  # a small limit, next to what the process itself may take
+    row = front_memory.unfinished(
+        tmp_path, front_memory.SMALL, method, slack_bytes=slack_bytes, left_bytes=2**63
+    )
+    assert row.is_kept, row
+
+
+@pytest.mark.parametrize("count", [1, deep(3)])
 def test_what_callers_make_the_front_process_hold_is_bounded_shown_and_given_up(
     count: int, tmp_path: Path
 ) -> None:

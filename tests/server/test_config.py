@@ -107,10 +107,10 @@ def test_settings_that_go_together_are_compared() -> None:
     assert problems({"max_connection_age_grace_s": "9"}) == (
         "max_connection_age_grace_s: needs max_connection_age_s (from flag)",
     )
-    load_settings({"front_memory_bytes": 4 * LEAST_MESSAGE_BYTES})
-    assert problems({"front_memory_bytes": 4 * LEAST_MESSAGE_BYTES - 1}) == (
-        f"front_memory_bytes: found {4 * LEAST_MESSAGE_BYTES - 1} bytes; expected at least "
-        f"{4 * LEAST_MESSAGE_BYTES}, which is 4 times max_message_bytes (from flag)",
+    load_settings({"front_memory_bytes": 8 * LEAST_MESSAGE_BYTES})
+    assert problems({"front_memory_bytes": 8 * LEAST_MESSAGE_BYTES - 1}) == (
+        f"front_memory_bytes: found {8 * LEAST_MESSAGE_BYTES - 1} bytes; expected at least "
+        f"{8 * LEAST_MESSAGE_BYTES}, which is 8 times max_message_bytes (from flag)",
     )
 
 

@@ -7,6 +7,9 @@ once it has arrived, it counts at its size until the call is answered. A reply c
 runs until the transport has taken all of it, and counts twice: gRPC sends a copy and keeps the original. If
 there is no room, a message waits a moment, and a call whose reply finds none is refused.
 
+What gRPC takes of a call without anybody reading it is set aside (`front_limits.py`), but a reply counts with
+it, because its call has left its place.
+
 How grpc.aio behaves, as tested with 1.85: the batch of a unary reply completes, and with it the task of its
 RPC, when the last byte has passed flow control or the stream ends. Until then nothing frees the reply: not
 cancelling the task, nor `abort`, nor returning; a status waits behind the bytes. Only the client, or the end
@@ -22,23 +25,20 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from google.protobuf.message import Message
 
 from npugrad.codec import CHUNK_BYTES
 from npugrad.errors import DeadlineExceeded, ServerBusy
-from npugrad_server.config import LEAST_MESSAGE_BYTES, MESSAGES_PER_CALL
-from npugrad_server.machine import memory_bytes
 from npugrad_server.rpc.connections import UnixConnections, end_connections
+from npugrad_server.rpc.front_limits import FrontLimits as FrontLimits
 from npugrad_server.rpc.refusals import RareLog
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from npugrad_server.addresses import Address
-    from npugrad_server.config import ServerSettings
     from npugrad_server.pool.tenant import Tenant
     from npugrad_server.rpc.rpc_call import RpcCall
 
@@ -62,49 +62,6 @@ _TICK_S = 0.5
 _ENDED_AT_ONCE = 16
 """Calls that are ended in one go: hundreds of them would hold up everybody's."""
 _RETRY_AFTER_S = 0.5
-_MOST_BYTES = 4 * 2**30
-"""Upper limit of the default, however much memory the host has."""
-
-
-@dataclass(frozen=True)
-class FrontLimits:
-    """Limits of the front process.
-
-    Attributes:
-        memory_bytes: Bytes of messages and replies together.
-        message_bytes: Bytes of the largest message.
-        calls: RPCs at once.
-        upload_timeout_s: Seconds for a message to arrive.
-        reply_timeout_s: Seconds for a reply to be taken.
-    """
-
-    memory_bytes: int = 2**63
-    message_bytes: int = LEAST_MESSAGE_BYTES
-    calls: int = 2**31
-    upload_timeout_s: float = 60.0
-    reply_timeout_s: float = 60.0
-
-    @classmethod
-    def of(cls, settings: ServerSettings) -> FrontLimits:
-        """The limits of a server; the default for memory is a fraction of the host's."""
-        largest = int(settings.max_message_bytes)
-        sensible = max(min(memory_bytes() // 8, _MOST_BYTES), MESSAGES_PER_CALL * largest)
-        return cls(
-            memory_bytes=int(settings.front_memory_bytes or sensible),
-            message_bytes=largest,
-            calls=settings.max_calls,
-            upload_timeout_s=settings.upload_idle_timeout_s,
-            reply_timeout_s=settings.unary_reply_timeout_s,
-        )
-
-    @property
-    def call_bytes(self) -> int:
-        """Memory that the largest unary call takes."""
-        return MESSAGES_PER_CALL * self.message_bytes
-
-    def incoming_bytes(self, *, is_streamed: bool) -> int:
-        """Bytes that a message in transit counts as; a stream's are frames, and its header is small."""
-        return min(self.message_bytes, LEAST_MESSAGE_BYTES) if is_streamed else self.message_bytes
 
 
 class Waiter(NamedTuple):
@@ -135,6 +92,7 @@ class FrontMemory:
 
     def __init__(self, limits: FrontLimits | None = None) -> None:
         self.limits = limits or FrontLimits()
+        self._overhead_bytes = REPLY_COPIES * _REPLY_OVERHEAD_BYTES + self.limits.window_bytes
         self.requests_bytes = self.replies_bytes = self.moved_bytes = 0
         self.refused = {"request": 0, "reply": 0, "slot": 0}
         self.dropped = {"request": 0, "reply": 0}
@@ -202,7 +160,7 @@ class FrontMemory:
         Raises:
             ServerBusy: QUEUE_FULL, there is none.
         """
-        held = REPLY_COPIES * (nbytes + _REPLY_OVERHEAD_BYTES)
+        held = REPLY_COPIES * nbytes + self._overhead_bytes
         if nbytes > self.limits.message_bytes:
             return  # there will be no such reply
         if not self._has_room(call, held):
@@ -211,7 +169,7 @@ class FrontMemory:
 
     def uploaded(self, call: RpcCall, nbytes: int) -> None:
         """All frames of an upload have arrived; the reply will hold one frame at a time, which is less."""
-        held = REPLY_COPIES * (min(nbytes, CHUNK_BYTES) + _REPLY_OVERHEAD_BYTES)
+        held = REPLY_COPIES * min(nbytes, CHUNK_BYTES) + self._overhead_bytes
         self._hold(call, 0, held)
         self._wake()
 
@@ -285,13 +243,13 @@ class FrontMemory:
         """Ends calls that are too slow, until cancelled.
 
         Args:
-            calls: The RPCs in progress.
+            calls: The RPCs in progress, also those of other memory.
             address: The server's own.
         """
         unix = UnixConnections(address.path)
         while True:
             await asyncio.sleep(_TICK_S)
-            peers = self.tick(list(calls()), time.monotonic())
+            peers = self.tick([call for call in calls() if call.memory is self], time.monotonic())
             if not peers:
                 unix.forget()
             elif address.path:
@@ -310,10 +268,6 @@ class FrontMemory:
             Peers that did not take a reply in time.
         """
         left = _ENDED_AT_ONCE
-        for room, waiter in self._waiting.items():
-            if left and not room.done() and now_s - waiter.since_s > _PATIENCE_S:
-                room.set_exception(self._refusal("request", waiter.call, waiter.nbytes))
-                left -= 1
         pressed = bool(self._waiting) or now_s < self._pressed_until_s
         pressed = pressed or self.used_bytes > _PRESSED_FROM * self.limits.memory_bytes
         self._is_pressed = pressed
@@ -332,6 +286,11 @@ class FrontMemory:
                     call.end(_slow(call))
             elif call.reading_s is not None:
                 left -= self._end_late(call, now_s - call.reading_s, pressed)
+        left = _ENDED_AT_ONCE  # apart from those above, whose end makes room
+        for room, waiter in self._waiting.items():
+            if left and not room.done() and now_s - waiter.since_s > _PATIENCE_S:
+                room.set_exception(self._refusal("request", waiter.call, waiter.nbytes))
+                left -= 1
         return peers
 
     def _reply_s(self, call: RpcCall, pressed: bool) -> float:

@@ -23,31 +23,32 @@ _USED = (
 class FrontCollector(Collector):
     """Reads the figures at each scrape; single numbers, which may be read on any thread."""
 
-    def __init__(self, memory: FrontMemory) -> None:
-        self._memory = memory
+    def __init__(self, *memories: FrontMemory) -> None:
+        self._memories = memories
 
     def collect(self) -> Iterator[Metric]:
         """The current figures."""
-        memory = self._memory
+        memories = self._memories
         used = GaugeMetricFamily("npugrad_front_memory_used_bytes", _USED, labels=("what",))
-        used.add_metric(("requests",), memory.requests_bytes)
-        used.add_metric(("replies",), memory.replies_bytes)
+        used.add_metric(("requests",), sum(memory.requests_bytes for memory in memories))
+        used.add_metric(("replies",), sum(memory.replies_bytes for memory in memories))
         yield used
         text = "Memory outside the arenas available to messages and replies."
-        yield GaugeMetricFamily("npugrad_front_memory_bytes", text, memory.limits.memory_bytes)
-        for name, text, found in (
+        limit = sum(memory.limits.memory_bytes for memory in memories)
+        yield GaugeMetricFamily("npugrad_front_memory_bytes", text, limit)
+        for name, text, counts in (
             (
                 "npugrad_front_refused_calls",
                 "Calls refused because front memory or call slots ran out, by what they needed.",
-                memory.refused,
+                [memory.refused for memory in memories],
             ),
             (
                 "npugrad_front_slow_callers",
                 "Messages and replies dropped because the caller was too slow.",
-                memory.dropped,
+                [memory.dropped for memory in memories],
             ),
         ):
             counter = CounterMetricFamily(name, text, labels=("what",))
-            for what, count in found.items():
-                counter.add_metric((what,), count)
+            for what in counts[0]:
+                counter.add_metric((what,), sum(count[what] for count in counts))
             yield counter

@@ -67,8 +67,8 @@ class Funnel(grpc.aio.ServerInterceptor):
     them.
 
     Attributes:
-        queries: Places of calls about the server, health and reflection: there are some, however many others
-            work.
+        queries: Places and memory of calls about the server, health and reflection: there are some, however
+            many others work.
     """
 
     def __init__(
@@ -91,7 +91,8 @@ class Funnel(grpc.aio.ServerInterceptor):
         self._memory = memory or FrontMemory()
         self._active: dict[asyncio.Task[Any], RpcCall | None] = {}
         self._unanswered: set[asyncio.Task[Any]] = set()
-        self._calls, self.queries = OpenCalls(self._memory), OpenCalls(self._memory)
+        self._calls = OpenCalls(self._memory)
+        self.queries = OpenCalls(FrontMemory(self._memory.limits.of_queries()))
 
     async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
         """Tracks the RPC's task, but not those of health and reflection RPCs, which may never end."""
@@ -101,7 +102,8 @@ class Funnel(grpc.aio.ServerInterceptor):
 
     def calls(self) -> list[RpcCall]:
         """RPCs in progress whose handlers have started, including those whose reply is not taken yet."""
-        return [call for call in self._active.values() if call is not None]
+        others = [call for call in self.queries.calls() if call.task not in self._active]
+        return [call for call in self._active.values() if call is not None] + others
 
     @property
     def active_count(self) -> int:
@@ -153,11 +155,12 @@ class Funnel(grpc.aio.ServerInterceptor):
             is_unary: Whether its one message is read first.
             places: Where it takes a place, if not among the calls that work.
         """
-        memory, places = self._memory, places or self._calls
+        places = places or self._calls
+        memory = places.memory
         incoming_bytes = memory.limits.incoming_bytes(is_streamed=not is_unary)
 
         async def handle(_: Any, context: Context) -> Any:
-            call = self._arrive(method, context)
+            call = self._arrive(method, context, memory)
             # gRPC keeps the stack frames of an abort in a reference cycle until the garbage collector runs,
             # which may take long: they must not reference a large message.
             box: list[Any] = []
@@ -211,13 +214,13 @@ class Funnel(grpc.aio.ServerInterceptor):
         self._answered(call, reason, reason, None)
         raise asyncio.CancelledError
 
-    def _arrive(self, method: str, context: Context) -> RpcCall:
+    def _arrive(self, method: str, context: Context, memory: FrontMemory) -> RpcCall:
         call = RpcCall(
             context,
             method,
             _request_id(context),
             task=asyncio.current_task(),
-            memory=self._memory,
+            memory=memory,
         )
         self._metrics.call_arrived(method)
         if call.task is not None:
@@ -238,7 +241,7 @@ class Funnel(grpc.aio.ServerInterceptor):
         self._unanswered.discard(task)
         call = self._active.pop(task, None)
         if call is not None:
-            self._memory.release(call)
+            call.memory.release(call)
 
     def _failed(self, call: RpcCall, error: Exception) -> Status:
         """Logs and counts an error; returns its status."""

@@ -66,7 +66,7 @@ class Health:
             down_limit_s: Seconds without a ready device after which the process is not alive, once a device
                 has been ready; the start has its own limits. None for never.
             operators: Operator by the service name it is checked under.
-            places: Where Check takes a place while its message comes; unbounded if None.
+            places: Where Check and Watch take a place while their message comes; unbounded if None.
         """
         self._services, self._operators = ("", *services), operators
         self._status = dict.fromkeys((*self._services, *operators), _NOT_SERVING) | {LIVENESS: _SERVING}
@@ -148,7 +148,7 @@ class Health:
 
     async def check(self, _: Any, context: Context) -> health_pb2.HealthCheckResponse:
         """Answers at once; NOT_FOUND for an unknown name."""
-        async with self._places.place(context, "Check"):
+        async with self._places.reading(context, "Check"):
             request = await context.read()
         name = await _service(request, context)
         if name not in self._status:
@@ -165,7 +165,12 @@ class Health:
             await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"{text}: use Check")
         self._watches[peer] += 1
         try:
-            await self._watch(await _service(await context.read(), context), context)
+            async with self._places.reading(context, "Watch", grpc.StatusCode.UNIMPLEMENTED):
+                request = await context.read()
+                name = await _service(request, context)
+                # From its end on, a client cannot send what nobody would read.
+                await _service(request if await context.read() is grpc.aio.EOF else grpc.aio.EOF, context)
+            await self._watch(name, context)
         finally:
             self._watches[peer] -= 1
             if not self._watches[peer]:
@@ -183,8 +188,10 @@ class Health:
             else:
                 await changed.wait()
 
-    async def list(self, request: Any, context: Context) -> Any:
+    async def list(self, _: Any, context: Context) -> Any:
         """The status of every service."""
+        async with self._places.reading(context, "List"):
+            await context.read()  # gRPC would keep what came of it
         answers = {
             name: health_pb2.HealthCheckResponse(status=status) for name, status in self._status.items()
         }
@@ -207,19 +214,26 @@ def register_health(server: grpc.aio.Server, health: Health) -> str:
 
 
 class _Reflection:
-    """The library's servicer, whose streams take places."""
+    """The library's servicer, with places and memory for reading each message."""
 
     def __init__(self, services: Iterable[str], places: OpenCalls) -> None:
         self._servicer: Any = reflection.aio.ReflectionServicer(services)
         self._places = places
 
     async def ServerReflectionInfo(self, requests: Any, context: Context) -> AsyncIterator[Any]:
-        async with self._places.place(context, "ServerReflectionInfo"):
-            async for answer in self._servicer.ServerReflectionInfo(requests, context):
-                yield answer
+        async for answer in self._servicer.ServerReflectionInfo(self._read(context), context):
+            yield answer
+
+    async def _read(self, context: Context) -> AsyncIterator[Any]:
+        while True:
+            async with self._places.reading(context, "ServerReflectionInfo"):
+                request = await context.read()
+            if request is grpc.aio.EOF:
+                return
+            yield request
 
 
 def register_reflection(server: grpc.aio.Server, services: Iterable[str], places: OpenCalls) -> None:
-    """Adds server reflection for services and for itself; its streams take places."""
+    """Adds server reflection for services and for itself; each message takes a place until it is read."""
     add: Any = reflection_pb2_grpc.add_ServerReflectionServicer_to_server
     add(_Reflection((*services, reflection.SERVICE_NAME), places), server)

@@ -7,6 +7,7 @@ below that, as in the queue: its youngest call that still waits for its caller, 
 from __future__ import annotations
 
 import asyncio
+import time
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -24,10 +25,15 @@ if TYPE_CHECKING:
     from npugrad_server.rpc.front_memory import FrontMemory
 
 _RETRY_AFTER_S = 1.0
+_LATE = grpc.StatusCode.DEADLINE_EXCEEDED
 
 
 class OpenCalls:
-    """The calls in progress that have a place; used on the event loop only."""
+    """The calls in progress that have a place; used on the event loop only.
+
+    Attributes:
+        memory: The memory of these calls.
+    """
 
     def __init__(self, memory: FrontMemory) -> None:
         """Starts without calls.
@@ -35,7 +41,7 @@ class OpenCalls:
         Args:
             memory: Has the number of places, and counts who got none.
         """
-        self._memory, self._quotas = memory, Quotas()
+        self.memory, self._quotas = memory, Quotas()
         self._calls: dict[asyncio.Task[Any] | None, RpcCall] = {}
 
     def enter(self, call: RpcCall) -> None:
@@ -44,10 +50,14 @@ class OpenCalls:
         Raises:
             ServerBusy: QUEUE_FULL, no other tenant has more for its weight.
         """
-        if len(self._calls) >= self._memory.limits.calls:
+        if len(self._calls) >= self.memory.limits.calls:
             self._make_room(call)
         self._calls[call.task] = call
         self._quotas.enter(call.tenant, 0)
+
+    def calls(self) -> list[RpcCall]:
+        """Those that have a place."""
+        return list(self._calls.values())
 
     def leave(self, call: RpcCall) -> None:
         """The call has its answer, or lost its place already."""
@@ -56,7 +66,7 @@ class OpenCalls:
 
     def _make_room(self, call: RpcCall) -> None:
         over = self._quotas.over_share_of_places(call.tenant)
-        self._memory.refused["slot"] += 1
+        self.memory.refused["slot"] += 1
         if not over:
             raise self._busy(call, "")
         youngest = [found for found in reversed(self._calls.values()) if found.tenant.name == over[0].name]
@@ -67,7 +77,7 @@ class OpenCalls:
             last.end(busy)
 
     def _busy(self, call: RpcCall, event: str) -> ServerBusy:
-        limit, use = self._memory.limits.calls, self._quotas.uses.get(call.tenant.name)
+        limit, use = self.memory.limits.calls, self._quotas.uses.get(call.tenant.name)
         own = 0 if use is None else use.call_count
         return ServerBusy(
             f"{call.operator or call.method}: {event}found {limit} calls in progress, {own} of them of this "
@@ -77,26 +87,37 @@ class OpenCalls:
         )
 
     @asynccontextmanager
-    async def place(self, context: grpc.aio.ServicerContext[Any, Any], method: str) -> AsyncIterator[None]:
-        """A place for an RPC that no funnel sees, as whose tenant its address counts.
+    async def reading(
+        self,
+        context: grpc.aio.ServicerContext[Any, Any],
+        method: str,
+        busy: grpc.StatusCode = grpc.StatusCode.RESOURCE_EXHAUSTED,
+    ) -> AsyncIterator[None]:
+        """A place, and memory, for reading a message of an RPC that no funnel sees.
 
-        The RPC ends with RESOURCE_EXHAUSTED if there is none, or if it loses it.
+        Its address counts as its tenant. The RPC ends with DEADLINE_EXCEEDED if the message takes too long.
 
         Args:
             context: gRPC's side of it.
             method: Its name.
+            busy: What the RPC ends with if there is no place or no memory, or if it loses its place.
         """
-        tenant = Tenant(host_of(context.peer()))
-        call = RpcCall(context, method, "", tenant, task=asyncio.current_task(), memory=self._memory)
+        memory, tenant = self.memory, Tenant(host_of(context.peer()))
+        call = RpcCall(context, method, "", tenant, task=asyncio.current_task(), memory=memory)
         try:
             self.enter(call)
+            nbytes = memory.limits.message_bytes
+            if not memory.arrive(call, nbytes):
+                await memory.wait_for_room(call, nbytes)
+            call.reading_s = time.monotonic()
             yield
-        except ServerBusy as busy:
-            call.failure = busy
+        except ServerBusy as error:
+            call.failure = error
         except asyncio.CancelledError:
             if not call.was_ended():
                 raise
         finally:
             self.leave(call)
+            memory.release(call)
         if call.failure is not None:
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(call.failure))
+            await context.abort(busy if isinstance(call.failure, ServerBusy) else _LATE, str(call.failure))

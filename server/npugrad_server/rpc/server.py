@@ -132,7 +132,7 @@ def _limits(facts: Facts) -> server_pb2.Limits:
         input_arena_bytes=settings.input_arena_bytes,
         output_arena_bytes=settings.output_arena_bytes,
         max_queue_depth=settings.max_queue_depth,
-        front_memory_bytes=facts.memory.limits.memory_bytes,
+        front_memory_bytes=facts.memory.limits.total_bytes,
         max_calls=facts.server.max_calls,
         max_streams_per_connection=facts.server.max_streams_per_connection,
         max_connections=facts.server.max_connections,

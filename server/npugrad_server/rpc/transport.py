@@ -8,6 +8,7 @@ import grpc
 import grpc.aio
 
 from npugrad_server.addresses import Address, AddressError, check_free
+from npugrad_server.rpc.front_limits import FrontLimits
 
 if TYPE_CHECKING:
     from npugrad_server.config import ServerSettings
@@ -20,6 +21,7 @@ LEAST_PING_INTERVAL_S = 30.0
 long, because clients ping once a minute to check that the server is still there."""
 _MAX_PING_STRIKES = 2
 """Pings that may come too early; the next one ends the connection, so that pings cannot keep us busy."""
+_FRAME_BYTES = 2**20
 _METADATA_BYTES, _MOST_METADATA_BYTES = 8 * 2**10, 16 * 2**10
 """Metadata of a call: above the first limit some calls are refused at random, above the second all. These are
 grpc's own defaults, set here so that no version of it has others."""
@@ -69,9 +71,20 @@ def server_options(settings: ServerSettings) -> ChannelOptions:
         ("grpc.compression_enabled_algorithms_bitset", 1 << grpc.Compression.NoCompression),
         ("grpc.max_metadata_size", _METADATA_BYTES),
         ("grpc.absolute_max_metadata_size", _MOST_METADATA_BYTES),
+        *_window_options(settings),
         *ping_options(),
         *_age_options(settings),
         *_count_options(settings),
+    )
+
+
+def _window_options(settings: ServerSettings) -> ChannelOptions:
+    """What a client may send of a call before it is read; by itself, gRPC would allow 4 MiB and more."""
+    return (
+        ("grpc.http2.bdp_probe", 0),
+        ("grpc.http2.lookahead_bytes", FrontLimits.of(settings).window_bytes),
+        # Without probes it would stay at 16 KiB, and large messages would take half as long again.
+        ("grpc.http2.max_frame_size", _FRAME_BYTES),
     )
 
 

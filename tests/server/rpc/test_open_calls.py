@@ -18,6 +18,7 @@ from tests.server.rpc.test_front_memory import call_of
 from tests.server.rpc.test_funnel import SERVICE, anybody
 
 from npugrad.errors import ServerBusy
+from npugrad_server.addresses import Address
 from npugrad_server.metrics import Metrics
 from npugrad_server.pool.tenant import Tenant
 from npugrad_server.rpc.front_memory import FrontLimits, FrontMemory
@@ -112,30 +113,35 @@ def test_in_any_history_no_tenant_is_kept_from_its_share(limit: int, steps: list
 
 
 @asynccontextmanager
-async def serving(limit: int) -> AsyncIterator[tuple[int, Any]]:
+async def serving(places: int, late_s: float = 60.0) -> AsyncIterator[tuple[int, Any]]:
     """A server with so many places for calls about itself; its port, and Check over a channel."""
-    funnel = Funnel(Metrics("0", "atlas-a2"), anybody(), memory=FrontMemory(FrontLimits(calls=limit)))
-    server, places = grpc.aio.server(interceptors=(funnel,)), funnel.queries
-    info = funnel.unary("GetServerInfo", lambda message, call: asyncio.sleep(0), places)
+    limits = FrontLimits(calls=4 * places, upload_timeout_s=late_s)
+    funnel = Funnel(Metrics("0", "atlas-a2"), anybody(), memory=FrontMemory(limits))
+    server, queries = grpc.aio.server(interceptors=(funnel,)), funnel.queries
+    info = funnel.unary("GetServerInfo", lambda message, call: asyncio.sleep(0), queries)
     register(server, SERVICE, {"GetServerInfo": info, "ListOperators": info})
-    register_health(server, Health([], places=places))
-    register_reflection(server, [], places)
+    register_health(server, Health([], places=queries))
+    register_reflection(server, [], queries)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         check = health_pb2_grpc.HealthStub(channel).Check  # type: ignore[attr-defined]
+        watching = asyncio.create_task(queries.memory.watch(funnel.calls, Address("127.0.0.1", port)))
         yield port, lambda: check(health_pb2.HealthCheckRequest(), timeout=20)
+        watching.cancel()
     await server.stop(None)
 
 
-@pytest.mark.parametrize(
-    "method",
-    [
-        "npugrad.v1.ServerService/GetServerInfo",
-        "grpc.health.v1.Health/Check",
-        "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
-    ],
+QUERIES = (
+    "npugrad.v1.ServerService/GetServerInfo",
+    "grpc.health.v1.Health/Check",
+    "grpc.health.v1.Health/List",
+    "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
 )
+WATCH = "grpc.health.v1.Health/Watch"
+
+
+@pytest.mark.parametrize("method", QUERIES)
 async def test_an_idle_call_ends_for_one_of_another_address_and_is_told_why(method: str) -> None:
     path, cut = f"/{method}".encode(), message(1000, b"abc")
     name = method.rpartition("/")[2]
@@ -151,4 +157,23 @@ async def test_an_idle_call_ends_for_one_of_another_address_and_is_told_why(meth
         await until_told("found 2 calls in progress, 2 of them of this tenant")
         await check()
         await until_told("ended for a call of another tenant: found 2 calls in progress")
+        writer.close()
+
+
+@pytest.mark.parametrize("method", [*QUERIES, WATCH])
+async def test_a_message_that_does_not_come_ends_the_call(method: str) -> None:
+    async with serving(2, late_s=0.0) as (port, check):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=("127.0.0.2", 0))
+        writer.write(start_call(f"/{method}".encode()) + frame(DATA, 0, 1, message(1000, b"abc")))
+        text = f"{method.rpartition('/')[2]}: the request had not arrived completely after"
+        await asyncio.wait_for(reader.readuntil(text.encode()), 30)
+        await check()
+        writer.close()
+
+
+async def test_a_watcher_that_may_send_more_is_refused() -> None:
+    async with serving(2) as (port, _):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(start_call(f"/{WATCH}".encode()) + 2 * frame(DATA, 0, 1, message(0, b"")))
+        await asyncio.wait_for(reader.readuntil(b"expected grpc.health.v1.HealthCheckRequest"), 30)
         writer.close()

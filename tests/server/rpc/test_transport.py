@@ -9,9 +9,24 @@ from typing import Any
 
 import grpc.aio
 import pytest
-from tests.http2 import ACK, GOAWAY, HEADERS, PING, PREFACE, SETTINGS, frame, message, start_call
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ByteSize
+from tests.http2 import (
+    ACK,
+    DATA,
+    GOAWAY,
+    HEADERS,
+    PING,
+    PREFACE,
+    SETTINGS,
+    frame,
+    message,
+    start_call,
+)
 
 from npugrad_server.config import LEAST_MESSAGE_BYTES, ServerSettings
+from npugrad_server.rpc.front_limits import FrontLimits
 from npugrad_server.rpc.transport import ping_options, server_options
 
 TIMEOUT_S = 30
@@ -25,12 +40,15 @@ NO_CALL = PREFACE + frame(SETTINGS, 0, 0)
 async def connected(options: Iterable[tuple[str, int]], start: bytes) -> AsyncIterator[Any]:
     """A connection to a server with these options, on which something was said."""
 
-    async def wait(request: bytes, context: Any) -> bytes:
+    async def wait(request: Any, context: Any) -> bytes:
         await asyncio.Event().wait()
         return b""
 
     server = grpc.aio.server(options=tuple(options))
-    methods: Any = {"Wait": grpc.unary_unary_rpc_method_handler(wait)}
+    methods: Any = {
+        "Wait": grpc.unary_unary_rpc_method_handler(wait),
+        "Leave": grpc.stream_unary_rpc_method_handler(wait),
+    }
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test", methods),))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
@@ -120,3 +138,40 @@ async def test_messages_that_are_compressed_or_too_long_are_refused(data: bytes,
         _, _, trailers = await frame_of(reader, HEADERS)
         assert words in trailers
         assert b"12" in trailers or b"algorithm" not in words  # UNIMPLEMENTED
+
+
+async def test_of_a_call_that_nobody_reads_a_window_comes_and_no_more() -> None:
+    """By itself, gRPC would ping now, and widen the window with the answer."""
+    settings = ServerSettings(front_memory_bytes=ByteSize(2**29))
+    window = FrontLimits.of(settings).window_bytes
+    assert window == 2**17
+    data = message(2**22, b"") + bytes(window - 5)
+    async with connected(server_options(settings), start_call(b"/test/Leave")) as (reader, writer):
+        _, _, told = await frame_of(reader, SETTINGS)
+        assert b"\0\4" + window.to_bytes(4, "big") in told
+        writer.write(frame(SETTINGS, ACK, 0))
+        for at in range(0, window, 2**14):
+            writer.write(frame(DATA, 0, 1, data[at : at + 2**14]))
+            writer.write(frame(PING, 0, 0, bytes(8)))
+            kind, flags, payload = await frame_of(reader, PING, GOAWAY)
+            if kind == GOAWAY:
+                pytest.fail(str(payload))
+            assert flags & ACK, "the server pings"
+
+
+@given(
+    st.integers(2**25, 2**36),
+    st.integers(1, 10**6),
+    st.integers(LEAST_MESSAGE_BYTES, LEAST_MESSAGE_BYTES * 40),
+)
+def test_all_that_callers_may_take_is_the_front_memory(total: int, calls: int, message_bytes: int) -> None:
+    total = max(total, 8 * message_bytes)
+    given_ = {"front_memory_bytes": total, "max_calls": calls, "max_message_bytes": message_bytes}
+    limits = FrontLimits.of(ServerSettings(**given_))  # type: ignore[arg-type]
+    queries = limits.of_queries()
+    windows = limits.window_bytes * (limits.calls + queries.calls)
+    taken = limits.memory_bytes + queries.memory_bytes + windows + total // 32
+    assert taken == limits.total_bytes == total
+    assert limits.memory_bytes >= limits.call_bytes
+    assert queries.memory_bytes >= queries.call_bytes
+    assert 1 <= limits.calls <= calls

@@ -55,6 +55,29 @@ end.set()
 print(found[-1] - found[0])
 """
 
+# Many blocks that are freed below one that stays, so that none goes back by itself.
+_FREED = """
+import asyncio, sys
+from npugrad_server.worker import memory
+memory.keep_freed_memory()
+memory._LOOK_S = 0.0
+async def main():
+    before = memory.anonymous_bytes()
+    used = int(sys.argv[1])
+    giving = asyncio.create_task(memory.keep_giving_back(lambda: used))
+    await asyncio.sleep(0)
+    blocks = [b"x" * 2**16 for _ in range(1000)]
+    last = b"x" * 2**16
+    del blocks
+    for _ in range(100):
+        await asyncio.sleep(0)
+    while not used and memory.anonymous_bytes() - before > 100 * 2**16:
+        await asyncio.sleep(0.001)
+    print(memory.anonymous_bytes() - before)
+    giving.cancel()
+asyncio.run(main())
+"""
+
 _GLIBC = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another malloc takes no notice")
 
 
@@ -96,3 +119,9 @@ def test_threads_reuse_what_others_freed() -> None:
 def test_arenas_that_somebody_asked_for_stay(name: str, value: str) -> None:
     pages = 5 * 12 * 2**20 // os.sysconf("SC_PAGE_SIZE")
     assert printed(_THREADS, "one", **{name: value}) > pages / 2
+
+
+@_GLIBC
+def test_freed_memory_that_nobody_needs_is_given_back() -> None:
+    assert printed(_FREED, str(2**27)) > 900 * 2**16
+    assert printed(_FREED, "0") < 100 * 2**16
