@@ -118,3 +118,12 @@ def test_each_exit_status_has_a_line_of_its_own() -> None:
 
 def test_the_front_page_stays_short() -> None:
     assert len(text_of("README.md").splitlines()) <= 150
+
+
+def test_every_bound_of_security_names_a_test_or_command_that_exists() -> None:
+    page = (ROOT / "docs" / "security.md").read_text("utf-8")
+    table = page.split("## What bounds what")[1].split("\n\n")[1]
+    defined = git("grep", "-hoE", r"def test_\w+", "--", "tests")
+    for row in table.splitlines()[2:]:
+        shown = row.split("|")[-2].strip()
+        assert shown.strip("`") in defined or shown.startswith(("`make prove-", "none: ")), row
