@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from npugrad import OPERATORS, DType, Product
-from npugrad._tools.vendor_page import Page, read_page, snake_case
+from npugrad._tools.vendor_page import VendorPage, read_page, snake_case
 from npugrad.attributes import KINDS
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -53,12 +53,12 @@ const aclBoolArray* outputMask, aclTensor* gradInputOut, uint64_t* workspaceSize
 
 
 @pytest.fixture(scope="module")
-def rms_norm() -> Page:
+def rms_norm() -> VendorPage:
     """Return what the page of the first one says."""
     return read_page(PAGE.read_text("utf-8"))
 
 
-def test_parameters_are_read_with_their_types_ranks_and_shapes(rms_norm: Page) -> None:
+def test_parameters_are_read_with_their_types_ranks_and_shapes(rms_norm: VendorPage) -> None:
     assert (rms_norm.aclnn_name, rms_norm.repository) == ("aclnnRmsNormGrad", "ops-nn")
     assert rms_norm.products == (Product.ATLAS_A2, Product.ATLAS_A3)
     found = {p.c_name: (p.name, p.is_output, p.ranks, p.like) for p in rms_norm.parameters}
