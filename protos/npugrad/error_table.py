@@ -224,8 +224,8 @@ ERRORS: tuple[ErrorRow, ...] = (
         None,
         _PRECONDITION,
         False,
-        "Workers died or hung under calls of this caller with this signature; one may be tried again after a "
-        "while.",
+        "Workers died or hung under isolated calls of this caller with this signature or operator; one may "
+        "be tried again after a while.",
     ),
     ErrorRow("UNAVAILABLE", None, "UNAVAILABLE", True, "The server cannot be reached."),
     ErrorRow(

@@ -105,7 +105,7 @@ class PoolCollector(Collector):
             ("npugrad_running_calls", "Calls running on a device.", stats.running),
             (
                 "npugrad_open_circuits",
-                "Open circuits: pairs of tenant and signature whose calls are refused now.",
+                "Open circuits: pairs of tenant and signature, or operator, whose calls are refused now.",
                 stats.open_circuits,
             ),
             ("npugrad_uploads", "Admitted calls whose operands are still being uploaded.", stats.uploads),

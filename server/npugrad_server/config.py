@@ -329,10 +329,10 @@ class ServerSettings(BaseSettings):
     circuit_deaths: int = Field(
         default=2,
         ge=0,
-        description="Number of workers that must die within 60 s under one tenant's calls of the same "
+        description="Number of workers that must die under one tenant's isolated calls of the same "
         "operator, types, shapes, attributes and options for such calls to be refused with CIRCUIT_OPEN "
-        "for 10 s. 0 turns this off; use it only where devices often fail on their own and every caller is "
-        "trusted.",
+        "for 10 s; twice as many if they were killed by a signal that anybody may have sent. 0 turns this "
+        "off; use it only where devices often fail on their own and every caller is trusted.",
     )
     liveness_down_limit_s: float | None = Field(
         default=None,

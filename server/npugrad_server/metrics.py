@@ -181,8 +181,8 @@ class Metrics(PoolObserver):
         )
         self._opened = CounterTally(
             "npugrad_circuits_opened",
-            "Circuits opened: calls of one tenant and signature refused for a while because they killed "
-            "workers. npugrad_calls_total counts the refusals, with reason CIRCUIT_OPEN.",
+            "Circuits opened: calls of one tenant and signature, or operator, refused for a while because "
+            "they killed workers. npugrad_calls_total counts the refusals, with reason CIRCUIT_OPEN.",
             ("operator",),
             registry,
         )

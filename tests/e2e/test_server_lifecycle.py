@@ -223,14 +223,14 @@ def test_health_follows_the_devices(start_server: StartServer) -> None:
 
 
 def assert_lost_workers_are_counted(fragile: ServerProcess, refused: Failure) -> None:
-    """After the first call that killed its worker twice, and the refusal of another one."""
+    """After the first call that killed its worker at each of three tries, and the refusal of another one."""
     assert (refused.status, refused.error.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "CIRCUIT_OPEN")
     assert isinstance(refused.error, CircuitOpen)
     assert 0 < (refused.error.retry_after_s or 0) <= OPEN_S
     found = metrics_of(fragile)
-    assert found["npugrad_workers_lost_total", frozenset({("device", "test:0")})] == 2
-    assert found["npugrad_calls_rerun_total", frozenset({("device", "test:0")})] == 1
-    assert found["npugrad_attempts_total", frozenset({("device", "test:0")})] == 2
+    assert found["npugrad_workers_lost_total", frozenset({("device", "test:0")})] == 3
+    assert found["npugrad_calls_rerun_total", frozenset({("device", "test:0")})] == 2
+    assert found["npugrad_attempts_total", frozenset({("device", "test:0")})] == 3
     assert found["npugrad_circuits_opened_total", frozenset({("operator", "group_norm_backward")})] == 1
     assert found["npugrad_open_circuits", frozenset()] == 1
 

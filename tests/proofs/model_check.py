@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from tests.server.pool.pool_world import WEIGHTS, Event, PoolWorld
 
-_DEADLY = WEIGHTS | {"die": 12, "pass_time": 22}
+_DEADLY = WEIGHTS | {"die": 16, "ready": 24, "pass_time": 22}
 """In every other world processes die often, and under one call again and again."""
 
 
@@ -29,12 +29,16 @@ class Checked:
         events: How many events happened.
         calls: How many calls there were.
         answers: What callers were told instead of results.
+        causes: How many workers died, by what was behind it.
+        bounded: How often a call was refused for such deaths; none of an innocent.
         failure: What broke, with the shortest history that breaks it; empty when nothing did.
     """
 
     events: int = 0
     calls: int = 0
     answers: Counter[str] = field(default_factory=Counter)
+    causes: Counter[str] = field(default_factory=Counter)
+    bounded: int = 0
     failure: str = ""
 
 
@@ -68,6 +72,8 @@ def broken(seed: int, events: Sequence[Event], found: Checked | None = None) -> 
         found.events += happened
         found.calls += world.count
         found.answers += world.answers
+        found.causes += world.causes
+        found.bounded += world.bounded
     return ""
 
 
@@ -146,7 +152,11 @@ def main() -> int:
         print(f"after {found.events} events:\n{found.failure}\nmodel check: BROKEN")
         return 1
     refused = ", ".join(f"{count} {reason}" for reason, count in found.answers.most_common())
-    print(f"model check: {found.events} events, {found.calls} calls in {took_s:.0f} s, told {refused}: kept")
+    causes = ", ".join(f"{count} {cause}" for cause, count in found.causes.most_common())
+    print(
+        f"model check: {found.events} events, {found.calls} calls in {took_s:.0f} s, told {refused}; deaths: "
+        f"{causes}; {found.bounded} calls of guilty tenants refused for deaths, 0 of innocent ones: kept"
+    )
     return 0
 
 

@@ -4,7 +4,7 @@ Options of ``test:N?name=value&...``; a LABEL is compared with the label of the 
 
     ms=20         take this service time, in milliseconds; 0 by default
     compute=1     return the results of the CPU backend; zeros by default
-    crash=LABEL   end the worker process by SIGKILL when such a call starts
+    crash=LABEL   end the worker process by SIGABRT when such a call starts
     late=LABEL    end it half a second after the start, whether or not anybody waits
     hang=LABEL    never answer such a call
     corrupt=LABEL flip one bit of its first result, the highest one of an exponent
@@ -34,7 +34,9 @@ Options of ``test:N?name=value&...``; a LABEL is compared with the label of the 
 
 from __future__ import annotations
 
+import faulthandler
 import os
+import resource
 import signal
 import subprocess
 import threading
@@ -288,10 +290,10 @@ class TestBackend(Backend):
 
     def _fail_at_start(self, label: str) -> None:
         if self._options.meets("crash", label):
-            os.kill(os.getpid(), signal.SIGKILL)
+            _crash()
         if self._options.meets("late", label):
             time.sleep(_LATE_S)
-            os.kill(os.getpid(), signal.SIGKILL)
+            _crash()
         if self._options.meets("hang", label):
             threading.Event().wait()
         if self._options.meets("oom", label):
@@ -314,6 +316,13 @@ class TestBackend(Backend):
     def close(self) -> None:
         """Ends the threads of the CPU backend, if any."""
         self._cpu.close()
+
+
+def _crash() -> None:
+    """Ends this process as a failed assertion does, without a core file or a traceback."""
+    faulthandler.disable()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    os.abort()
 
 
 def _start_children() -> None:

@@ -5,9 +5,10 @@ The counterpart for workers is `worker_lifecycle`.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
-from npugrad_server.pool.circuit_breaker import CircuitBreaker, Death
+from npugrad_server.pool.circuit_breaker import Death
 from npugrad_server.pool.commands import (
     CircuitChanged,
     FailCall,
@@ -17,20 +18,23 @@ from npugrad_server.pool.commands import (
     StartCall,
     TellWorker,
 )
-from npugrad_server.pool.fair_queue import FairQueue
 from npugrad_server.pool.queues import AlarmQueue
 from npugrad_server.pool.quotas import ComparedMemory
 from npugrad_server.pool.state import CallStage, CallState, WorkerState
+from npugrad_server.pool.types import DeviceState
 from npugrad_server.worker.protocol import AbandonCall
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from npugrad_server.pool.circuit_breaker import Refusal
     from npugrad_server.pool.commands import Command
+    from npugrad_server.pool.isolation import Isolation
     from npugrad_server.pool.placement import Placement
     from npugrad_server.pool.types import PoolSettings
     from npugrad_server.pool.worker_lifecycle import WorkerLifecycle
 
+_WAITED_ALONE = "; it waited for a device of its own, because a worker died under it or calls like it"
 TRIAL_GRACE_S = 1.0
 """Longest grace of a circuit breaker's trial, so that a device that it hangs is back soon."""
 SUSPECT_ATTEMPTS = 2
@@ -60,6 +64,7 @@ class CallLifecycle:
         workers: Sequence[WorkerState],
         placement: Placement,
         worker_lifecycle: WorkerLifecycle,
+        isolation: Isolation,
     ) -> None:
         """Starts with no calls.
 
@@ -68,18 +73,18 @@ class CallLifecycle:
             workers: The devices.
             placement: Counts what calls hold.
             worker_lifecycle: Ends the worker of a call that runs too long.
+            isolation: Says which calls run isolated; has the queue and the circuits.
         """
         self._settings, self._workers = settings, workers
         self._placement, self._worker_lifecycle = placement, worker_lifecycle
         self.calls: dict[int, CallState] = {}
-        self.queue: FairQueue[CallState] = FairQueue()
+        self.queue, self.circuits, self._isolation = isolation.queue, isolation.circuits, isolation
         self.alarms = AlarmQueue(self._is_live)
-        self.circuits = CircuitBreaker(settings.circuit_deaths)
         self.compared = ComparedMemory()
 
     def enter(self, call: CallState, now: float, out: list[Command]) -> bool:
         """Lets a call in, or fails it if its circuit is open; returns whether it was let in."""
-        if not len(self.circuits) or (refusal := self.circuits.enter(call.circuit, call.id, now)) is None:
+        if not len(self.circuits) or (refusal := self.circuits.enter(call, now)) is None:
             return True
         self.fail(call, "CIRCUIT_OPEN", refusal.detail, now, out, retry_after_s=refusal.retry_after_s)
         return False
@@ -90,6 +95,7 @@ class CallLifecycle:
         if call.queued_s is not None:
             self._placement.forecast.unqueued(call)
         call.stage, call.attempts = CallStage.RUNNING, call.attempts + 1
+        call.ran_isolated = self._isolation.isolates(call)
         if call.compared_millionths:
             call.is_kept = True
             self.compared.take(call.tenant, call.compared_millionths)
@@ -125,10 +131,21 @@ class CallLifecycle:
     def _worker_of(self, call: CallState) -> WorkerState:
         return next(worker for worker in self._workers if call.id in worker.running)
 
-    def give_up(self, call: CallState, reason: str, detail: str, now: float, out: list[Command]) -> None:
+    def give_up(
+        self,
+        call: CallState,
+        reason: str,
+        detail: str,
+        now: float,
+        out: list[Command],
+        *,
+        retry_after_s: float | None = None,
+    ) -> None:
         """Fails a queued call."""
         self._unqueue(call)
-        self.fail(call, reason, detail, now, out)
+        if reason == "DEADLINE_EXCEEDED" and self._isolation.isolates(call):
+            detail += _WAITED_ALONE
+        self.fail(call, reason, detail, now, out, retry_after_s=retry_after_s)
 
     def drop(self, call: CallState, now: float, out: list[Command]) -> None:
         """Fails a queued call to give its place or memory to a call of a tenant that has less of them."""
@@ -164,10 +181,8 @@ class CallLifecycle:
     def settle(self, call: CallState, now: float, out: list[Command]) -> None:
         """Settles a call whose memory no worker touches any more."""
         call.stage = CallStage.SETTLED
-        if call.faults:
-            self._count_faults(call, now, out)
         if len(self.circuits):
-            self.circuits.left(call.circuit, call.id)
+            self.circuits.left(call)
         if call.closed:
             self.forget(call, out)
 
@@ -185,43 +200,32 @@ class CallLifecycle:
 
     # ------------------------------------------------------------------------------------- blame and retries
 
-    def blame(
-        self, call: CallState, death: Death, now: float, out: list[Command], *, at_once: bool = False
-    ) -> None:
-        """Blames a call for a worker's death, until another worker completes that very call.
-
-        So the first death counts only once the call has ended without a result, or caused a second death. It
-        counts at once if no other worker gets the call.
-        """
-        call.blamed += 1
-        call.faults.append((now, death))
-        if at_once or call.orphaned or call.blamed > 1 or self.circuits.is_trial(call.circuit, call.id):
-            self._count_faults(call, now, out)
-
-    def clear(self, call: CallState, out: list[Command]) -> None:
-        """Clears a completed call: it was not the cause of earlier deaths."""
-        call.faults.clear()
-        if len(self.circuits) and self.circuits.succeeded(call.circuit, call.id):
-            out.append(CircuitChanged(call.id, ""))
-
-    def _count_faults(self, call: CallState, now: float, out: list[Command]) -> None:
-        faults, call.faults = call.faults, []
-        if call.plan is None or not any(
-            [self.circuits.died(call.circuit, call.id, *each) for each in faults]
-        ):
+    def blame(self, worker: WorkerState, now: float, out: list[Command]) -> None:
+        """Suspects the calls under which a worker died, and fails calls whose circuits that opens."""
+        if not worker.opened or worker.state is DeviceState.QUARANTINED:
             return
-        refusal = self.circuits.refusal(call.circuit, now)
-        if refusal is None:
-            return
-        out.append(CircuitChanged(call.id, refusal.counts))
-        for other in list(self.queue):
-            if (other.tenant.name, other.operator) == (call.tenant.name, call.operator) and (
-                other.circuit == call.circuit and other.stage is CallStage.QUEUED
+        began_s = min((call.started_s for call in worker.running.values()), default=-math.inf)
+        died_s = now if worker.ended_s is None else worker.ended_s
+        opened = self.circuits.died(worker.index, died_s, worker.death, worker.suspects(), began_s)
+        for call, refusal in opened:
+            out.append(CircuitChanged(call.id, refusal.counts, refusal.whole))
+            self._refuse_waiting(call, refusal, now, out)
+
+    def _refuse_waiting(self, call: CallState, refusal: Refusal, now: float, out: list[Command]) -> None:
+        """Fails the waiting calls that a circuit refuses."""
+        for other in [other for other in self.queue if other.owner == call.owner]:
+            if other.plan is not None and (
+                refusal.whole or (call.plan and other.plan.signature == call.plan.signature)
             ):
-                self._unqueue(other)
-                self.fail(
+                self.give_up(
                     other, "CIRCUIT_OPEN", refusal.detail, now, out, retry_after_s=refusal.retry_after_s
                 )
+
+    def clear(self, call: CallState, now: float, out: list[Command], *, good: bool) -> None:
+        """Clears a call that a worker has answered: it was not the cause of earlier deaths."""
+        if len(self.circuits):
+            for whole in self.circuits.answered(call, now, good=good):
+                out.append(CircuitChanged(call.id, "", whole))
 
     def retry(self, worker: WorkerState, call: CallState, now: float, out: list[Command]) -> None:
         """Requeues or fails a running call whose worker is gone."""
@@ -310,20 +314,20 @@ class CallLifecycle:
     def _grace_s(self, call: CallState) -> float:
         """Returns the seconds that an orphaned call may run on; few for a circuit breaker's trial."""
         grace = self._settings.hang_grace_s
-        is_trial = len(self.circuits) and self.circuits.is_trial(call.circuit, call.id)
+        is_trial = len(self.circuits) and self.circuits.is_trial(call)
         return min(grace, TRIAL_GRACE_S) if is_trial else grace
 
     def _may_redirect(self, call: CallState) -> bool:
         """Whether a call that its device could not take may try another one: once, unless it is suspect."""
         wanted = not call.orphaned and not call.suspect
-        return wanted and call.declined_by is None and call.attempts < self._settings.max_attempts
+        return wanted and call.declined_by is None and call.tries < self._settings.max_attempts
 
     def _may_retry(self, call: CallState, now: float) -> bool:
         """Whether a call whose worker died may be tried again."""
         suspected = call.suspect and call.deaths >= SUSPECT_ATTEMPTS
-        if len(self.circuits) and self.circuits.refusal(call.circuit, now) is not None:
+        if suspected or call.tries >= self._settings.max_attempts:
             return False
-        return call.attempts < self._settings.max_attempts and not suspected
+        return not len(self.circuits) or self.circuits.enter(call, now) is None
 
     def _is_live(self, number: int) -> bool:
         call = self.calls.get(number)

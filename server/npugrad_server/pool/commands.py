@@ -41,6 +41,7 @@ class Failure:
         exempt: Whether this does not count against the device, because a time limit expired first.
         silent: Whether the process stopped answering, and reported nothing itself.
         wrong: Operator whose canary was wrong while the device was opened; empty for none.
+        killed: Whether a signal that others may have sent ended the process, such as SIGKILL.
     """
 
     reason: str
@@ -51,6 +52,7 @@ class Failure:
     exempt: bool = False
     silent: bool = False
     wrong: str = ""
+    killed: bool = False
 
 
 @dataclass(frozen=True)
@@ -123,11 +125,13 @@ class FailCall:
 class CircuitChanged:
     """Note that calls of this call's tenant and signature are refused for a while, or no longer.
 
-    `deaths` says how many workers were lost and how; empty if the circuit was closed.
+    `deaths` says how many workers were lost and how; empty if the circuit was closed. `whole` says whether it
+    is about all calls of the tenant and operator.
     """
 
     call: int
     deaths: str
+    whole: bool = False
 
 
 @dataclass(frozen=True)

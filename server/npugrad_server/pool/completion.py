@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from npugrad.call import ExecutionInfo
-    from npugrad_server.pool.commands import FailCall
+    from npugrad_server.pool.commands import CircuitChanged, FailCall
     from npugrad_server.pool.ticket import Ticket
     from npugrad_server.pool.types import DeviceStatus, PlannedCall, PoolObserver
     from npugrad_server.worker.protocol import CallDone, DeviceReady
@@ -217,20 +217,20 @@ class Completion:
         )
         self._observer.call_requeued(ticket.planned, device)
 
-    def circuit_changed(self, ticket: Ticket, deaths: str) -> None:
-        """Notes that the circuit of a call's tenant and signature opened, after these deaths, or closed."""
+    def circuit_changed(self, ticket: Ticket, command: CircuitChanged) -> None:
+        """Notes that a circuit of a call's tenant opened or closed."""
         planned = ticket.planned
         about = f"{planned.plan.record.name} of {planned.tenant.name or 'an unknown tenant'}"
-        if not deaths:
-            _log.info(
-                "request %s: %s: circuit closed, calls of its signature run again", planned.request_id, about
-            )
+        calls = "calls of several signatures" if command.whole else "calls of its signature"
+        if not command.deaths:
+            _log.info("request %s: %s: circuit closed, %s run again", planned.request_id, about, calls)
             return
         _log.warning(
-            "request %s: %s: circuit open, workers lost under calls of its signature: %s (%s)",
+            "request %s: %s: circuit open, workers lost under isolated %s: %s (%s)",
             planned.request_id,
             about,
-            deaths,
+            calls,
+            command.deaths,
             planned.plan.call.summary,
         )
         self._observer.circuit_opened(planned)

@@ -122,7 +122,7 @@ class DevicePool:
             ServerDraining: The pool was closed, or its calls were abandoned.
             UnsupportedOperator: No device can run the operator.
             OperatorError: DETERMINISM_UNSUPPORTED, no device can run it deterministically.
-            CircuitOpen: Calls of its tenant and signature killed workers.
+            CircuitOpen: Calls of its tenant and signature, or operator, killed workers.
         """
         demand, region, prediction = self._reserve(planned, is_upload)
         ticket = Ticket(
@@ -228,8 +228,8 @@ class DevicePool:
 
     def _check_circuit(self, planned: PlannedCall) -> None:
         """Refuses a call early, before its operands are sent, if its circuit is open."""
-        key = planned.tenant.name, planned.plan.signature
-        refusal = self._scheduler.circuits.refusal(key, time.monotonic())
+        owner = planned.tenant.name, planned.plan.record.name
+        refusal = self._scheduler.circuits.refusal(owner, planned.plan, time.monotonic())
         if refusal is not None:
             after_s = refusal.retry_after_s
             raise error_without_answer(planned, "CIRCUIT_OPEN", refusal.detail, retry_after_s=after_s)
@@ -255,7 +255,7 @@ class DevicePool:
                 too late; QUEUE_FULL, it gave way to a call of a tenant that has less of the queue.
             ServerDraining: The pool was closed meanwhile.
             WorkerLost: The worker died at every attempt.
-            CircuitOpen: Workers died under other calls of its tenant and signature meanwhile.
+            CircuitOpen: Workers died under other calls of its tenant and signature, or operator, meanwhile.
             DeviceError: The device or the operator failed; INTERNAL, VERIFICATION_FAILED or a vendor number.
             DeviceOutOfMemory: Neither the device nor another one has memory for it now.
             RequestError: UNSAFE_LEVELS.

@@ -308,7 +308,7 @@ class Driver:
         elif isinstance(command, PostponeCall):
             self.completion.postponed(self.tickets[command.call], self.fleet.names[command.worker])
         elif isinstance(command, CircuitChanged):
-            self.completion.circuit_changed(self.tickets[command.call], command.deaths)
+            self.completion.circuit_changed(self.tickets[command.call], command)
 
     def _start(self, command: StartCall) -> None:
         ticket = self.tickets[command.call]

@@ -150,6 +150,7 @@ class FairQueue(Generic[T]):
     def come_off(self, call: T, now: float) -> None:
         """Corrects the charge for a call that came off its worker, however it ended, to what it took."""
         queue = self._tenants[call.tenant.name]
+        queue.seen_s = now
         queue.running -= 1
         self.running -= 1
         used_s = max(0.0, now - call.started_s)
@@ -159,6 +160,11 @@ class FairQueue(Generic[T]):
         self._longest_s = max(used_s, _KEPT * self._longest_s)
         if not (self.count or self.running):
             self._virtual_s = self._last_s  # debts lapse: nobody waits who is owed time
+
+    def seen(self, now: float) -> Iterator[tuple[str, float]]:
+        """Yields the tenants, and when each last had a call that waited or ran."""
+        for name, queue in self._tenants.items():
+            yield name, now if queue.count or queue.running else queue.seen_s
 
     def last(self, tenant: str) -> T | None:
         """Returns the call of a tenant that would leave last: the newest one of its lowest priority."""

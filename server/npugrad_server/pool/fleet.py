@@ -271,7 +271,8 @@ class Fleet:
     def _ended(self, worker: int, process: WorkerProcess, reason: str) -> None:
         """Reports that a process takes no more calls, though its descendants may still be running."""
         if not self._closing:
-            self._events.worker_failing(worker, process.incarnation, Failure(reason))
+            failure = Failure(reason, killed=process.was_killed)
+            self._events.worker_failing(worker, process.incarnation, failure)
 
     def _exited(self, worker: int, process: WorkerProcess, reason: str) -> None:
         device = self.devices[worker]

@@ -27,6 +27,7 @@ from npugrad_server.worker.protocol import WorkspaceGranted, WorkspaceRefused
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from npugrad_server.pool.isolation import Isolation
     from npugrad_server.pool.state import CallState, WorkerState
 
 MAX_OVERTAKEN = 16
@@ -188,14 +189,17 @@ class Placement:
         forecast: When calls would be done.
     """
 
-    def __init__(self, workers: Sequence[WorkerState], memory: Mapping[str, int]) -> None:
+    def __init__(
+        self, workers: Sequence[WorkerState], memory: Mapping[str, int], isolation: Isolation
+    ) -> None:
         """Starts with everything free.
 
         Args:
             workers: The devices.
             memory: Bytes of each host memory that the devices name.
+            isolation: Says where suspect calls may run.
         """
-        self._workers = workers
+        self._workers, self._isolation = workers, isolation
         self._memory = dict(memory)
         self._workspaces = LearnedWorkspaces()
         self.eligibility = EligibilityTable(workers)
@@ -234,7 +238,7 @@ class Placement:
 
     def is_confined(self, call: CallState) -> bool:
         """Whether some ready device is not for this call, so that calls of another kind may pass it."""
-        return self.eligibility[call.kind].is_confined
+        return self.eligibility[call.kind].is_confined or self._isolation.isolates(call)
 
     def has_other(self, call: CallState) -> bool:
         """Whether another ready device could take a call that one device could not take."""
@@ -296,8 +300,9 @@ class Placement:
         choices = []
         targets = self._targets(call)
         for worker in targets:
-            if worker.admits(call) and not self.reservation.bars(call, worker):
+            if self._isolation.admits(call, worker) and not self.reservation.bars(call, worker):
                 choices.append(worker)
+        choices = self._left_by_others(call, choices, now)
         if call.deadline_s is not None and len(targets) > 1:
             choices = [worker for worker in choices if not self.forecast.is_late_on(worker, call, now)]
         if len(choices) > 1:
@@ -352,9 +357,20 @@ class Placement:
         call.held_bytes, call.set_aside_bytes = 0, None
         return call
 
-    def wait(self, call: CallState) -> None:
+    def wait(self, call: CallState, now: float) -> None:
         """Notes that there is no room for a call now, and reserves a worker if it was overtaken too often."""
-        self.reservation.reserve(call, self._targets(call))
+        targets = self._left_by_others(call, self._targets(call), now)
+        if targets:
+            self.reservation.reserve(call, targets)
+        else:
+            self.reservation.release(call)
+
+    def _left_by_others(
+        self, call: CallState, workers: Sequence[WorkerState], now: float
+    ) -> list[WorkerState]:
+        """Returns the workers that a call may take as far as isolation is concerned."""
+        devices = self.eligibility[call.kind].eligible
+        return [w for w in workers if self._isolation.leaves_enough(call, w, devices, now)]
 
     # --------------------------------------------------------------------------------------------- workspaces
 

@@ -44,6 +44,8 @@ _log = logging.getLogger(__name__)
 
 _DESCENDANTS_S = 5.0
 """Seconds to wait for the kernel to end the descendants that a worker left behind."""
+_CRASHES = frozenset({signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL})
+"""Signals by which a process ends for its own faults. Others may come from anybody."""
 _THREAD_SETTINGS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
@@ -56,6 +58,7 @@ class WorkerProcess:
         exited: Set after everything has ended.
         outputs: Its output arena.
         plans: Plans sent to it, which later calls can refer to by number.
+        was_killed: Whether it was ended by a signal that anybody may have sent.
     """
 
     def __init__(
@@ -90,6 +93,7 @@ class WorkerProcess:
         self._mark = uuid.uuid4().hex
         self._inputs = inputs
         self._last_words = ""
+        self.was_killed = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self.outputs = OutputArena(output_arena_bytes)
         try:
@@ -224,6 +228,7 @@ class WorkerProcess:
         ended = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
         if ended is not None:
             exited = ended.si_code == os.CLD_EXITED
+            self.was_killed = not exited and ended.si_status not in _CRASHES
             self._tell(self._ended, ended.si_status if exited else -ended.si_status)
         self.kill()  # its group; needs no descriptor, so it works even when none is left
         try:

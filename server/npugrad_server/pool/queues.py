@@ -7,6 +7,7 @@ A tenant's queue is ordered by priority, then by labels taking turns, then first
 from __future__ import annotations
 
 import heapq
+import math
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
@@ -66,6 +67,7 @@ class TenantQueue(Generic[T]):
         virtual_s: Virtual time at which its next call starts.
         count: Calls that wait.
         running: Calls on workers.
+        seen_s: When a call last came off its worker.
     """
 
     def __init__(self, virtual_s: float) -> None:
@@ -75,7 +77,7 @@ class TenantQueue(Generic[T]):
             virtual_s: Virtual time at which its first call starts.
         """
         self._rounds: dict[int, _Round[T]] = {}
-        self.weight, self.virtual_s = 1.0, virtual_s
+        self.weight, self.virtual_s, self.seen_s = 1.0, virtual_s, -math.inf
         self.count = self.running = 0
 
     def __iter__(self) -> Iterator[T]:

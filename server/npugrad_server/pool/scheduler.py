@@ -7,11 +7,11 @@ Guarantees
     - A call gets exactly one `CompleteCall` or `FailCall`, unless the caller cancelled or closed it first.
     - Every call gets exactly one `ReleaseCall`, once it is closed and no worker touches its memory.
     - A call that runs for longer than `run_limit_s` and its grace has its worker killed, and is not retried.
-    - A call starts at most `max_attempts` times, never past its deadline and never on a device that lacks its
-      operator or its mode. It runs isolated once a worker died under it. Once a device failed under it, it is
-      not started again after `call_lifecycle.SUSPECT_ATTEMPTS` such deaths.
-    - Calls of a tenant and signature whose circuit is open (`circuit_breaker`) do not start, except for one
-      trial at a time.
+    - A call starts at most `max_attempts` times, not counting workers that were killed from outside or died
+      together, never past its deadline and never on a device that lacks its operator or its mode. Once a
+      device failed under it, it is not started again after `call_lifecycle.SUSPECT_ATTEMPTS` such deaths.
+    - Calls that may kill workers run isolated, and leave devices to others (`isolation`). Calls whose circuit
+      is open (`circuit_breaker`) do not start, except for one trial at a time.
     - A call that a device cannot take now (`call_lifecycle.EXHAUSTION_REASONS`) is tried once on another
       device, if there is one; its caller gets the second answer. The first device is chosen last until its
       next success.
@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING
 from npugrad_server.pool.call_lifecycle import CallLifecycle
 from npugrad_server.pool.circuit_breaker import Death
 from npugrad_server.pool.commands import CompleteCall, MakeRoom, PostponeCall, TellWorker
+from npugrad_server.pool.isolation import Isolation
 from npugrad_server.pool.placement import Placement
 from npugrad_server.pool.quarantine import Quarantine
 from npugrad_server.pool.regions import RegionAllocator
@@ -72,13 +73,16 @@ class Scheduler:
             memory: Bytes of each host memory named in the devices' specs.
         """
         self.workers = [WorkerState(index, spec) for index, spec in enumerate(workers)]
-        self._placement = Placement(self.workers, memory)
+        isolation = self._isolation = Isolation(settings.circuit_deaths)
+        self.queue, self.circuits = isolation.queue, isolation.circuits
+        self._placement = Placement(self.workers, memory, isolation)
         self.eligibility, self.forecast = self._placement.eligibility, self._placement.forecast
         self._worker_lifecycle = WorkerLifecycle(settings, self.workers, self._placement.worker_changed)
         self._quarantine = Quarantine(settings, self._worker_lifecycle)
-        self._call_lifecycle = CallLifecycle(settings, self.workers, self._placement, self._worker_lifecycle)
-        self._calls, self.queue = self._call_lifecycle.calls, self._call_lifecycle.queue
-        self._alarms, self.circuits = self._call_lifecycle.alarms, self._call_lifecycle.circuits
+        self._call_lifecycle = CallLifecycle(
+            settings, self.workers, self._placement, self._worker_lifecycle, isolation
+        )
+        self._calls, self._alarms = self._call_lifecycle.calls, self._call_lifecycle.alarms
 
     # ------------------------------------------------------------------------------ what is seen from outside
 
@@ -105,10 +109,10 @@ class Scheduler:
     def next_alarm(self) -> float | None:
         """When `tick` is due; None when only an event can change anything."""
         first = self._alarms.next()
-        for worker in self.workers:
-            for alarm in (worker.alarm, worker.trust.alarm):
-                if alarm is not None and (first is None or alarm < first):
-                    first = alarm
+        alarms = [alarm for worker in self.workers for alarm in (worker.alarm, worker.trust.alarm)]
+        for alarm in (*alarms, self._isolation.again_s):
+            if alarm is not None and (first is None or alarm < first):
+                first = alarm
         return first
 
     # ------------------------------------------------------------------------------------------------- events
@@ -160,6 +164,9 @@ class Scheduler:
         worker.unavailable, worker.exhausted = dict(unavailable or {}), False
         worker.deterministic, worker.no_determinism = deterministic, no_determinism
         self._quarantine.opened(worker, canaries, now)
+        if worker.ended_s is not None:
+            self.circuits.opened(now - worker.ended_s)
+            worker.ended_s = None
         self._worker_lifecycle.opened(worker, out)
         self._worker_lifecycle.take_turns(now, out)
         self._dispatch(now, out)
@@ -208,9 +215,9 @@ class Scheduler:
         self.queue.come_off(done, now)
         if good:
             self._worker_lifecycle.count_success(worker, done)
-            self._call_lifecycle.clear(done, out)
             if seconds is not None:
                 self.forecast.learn(done, index, seconds, now)
+        self._call_lifecycle.clear(done, now, out, good=good)
         if good or not self._call_lifecycle.redirect(done, worker, reason, out):
             if not done.orphaned:
                 out.append(CompleteCall(number))
@@ -231,8 +238,7 @@ class Scheduler:
         """A comparison with the reference has found that a process computed a call wrongly."""
         out: list[Command] = []
         worker, call = self.workers[index], self._calls[number]
-        if self._quarantine.computed(worker, incarnation, call.operator, detail, now, out):
-            self._call_lifecycle.blame(call, Death.WRONG, now, out, at_once=True)
+        self._quarantine.computed(worker, incarnation, call.operator, detail, now, out)
         self._dispatch(now, out)
         return out
 
@@ -270,8 +276,10 @@ class Scheduler:
         if not worker.is_current(incarnation):
             return out
         worker.failure = failure
+        worker.end(now)
         if worker.state is DeviceState.READY:
             death = Death.TIMED_OUT if failure.exempt or failure.silent else Death.DIED
+            death = Death.KILLED if failure.killed else death
             self._worker_lifecycle.kill(worker, failure.reason, out, exempt=failure.exempt, death=death)
             self._dispatch(now, out)
         return out
@@ -288,11 +296,12 @@ class Scheduler:
         if not worker.is_current(incarnation):
             return out
         worker.alive = False
+        worker.end(now)
         worker.reason = worker.ended_for or reason
         self._quarantine.failed_start(worker, out)
-        culprit = worker.culprit()
-        self._worker_lifecycle.count_loss(worker, host=host, blamed=culprit is not None)
+        self._worker_lifecycle.count_loss(worker, host=host, blamed=worker.culprit() is not None)
         died_under = list(worker.running)
+        self._call_lifecycle.blame(worker, now, out)
         # Calls go back in the reverse order of their starts, so that the first one ends up in front.
         for number in reversed(died_under):
             call = self._placement.take_off(number, worker)
@@ -301,15 +310,12 @@ class Scheduler:
                 self._call_lifecycle.move(call, worker, now, out)
                 continue
             call.note_loss(worker, sole=len(died_under) == 1)
-            if call is culprit:
-                self._call_lifecycle.blame(call, worker.death, now, out)
             self._call_lifecycle.retry(worker, call, now, out)
         worker.outputs = RegionAllocator(0)
         self._worker_lifecycle.restart(worker, now, out, idle=not died_under)
         self._worker_lifecycle.take_turns(now, out)
-        if self.all_down:
-            for waiting in list(self.queue):
-                self._call_lifecycle.give_up(waiting, "NO_DEVICE", self._worker_lifecycle.why_down, now, out)
+        for waiting in list(self.queue) if self.all_down else ():
+            self._call_lifecycle.give_up(waiting, "NO_DEVICE", self._worker_lifecycle.why_down, now, out)
         self._dispatch(now, out)
         return out
 
@@ -328,6 +334,7 @@ class Scheduler:
         call = self.queue.last(tenant)
         if call is not None:
             self._call_lifecycle.drop(call, now, out)
+            self._dispatch(now, out)  # others may have waited behind it
         return out
 
     def close(self, number: int, now: float) -> list[Command]:
@@ -362,15 +369,9 @@ class Scheduler:
     # -------------------------------------------------------------------------------------------- dispatching
 
     def _dispatch(self, now: float, out: list[Command]) -> None:
-        while self.queue.count and self._has_stream() and self._start_one(now, out):
+        self._isolation.begin(now)
+        while self.queue.count and any(w.has_stream for w in self.workers) and self._start_one(now, out):
             pass
-
-    def _has_stream(self) -> bool:
-        """Whether some device could take one more call."""
-        for worker in self.workers:
-            if worker.state is DeviceState.READY and len(worker.running) < worker.spec.streams:
-                return True
-        return False
 
     def _start_one(self, now: float, out: list[Command]) -> bool:
         """Starts the first call that can start, or fails one that cannot any more; returns whether it did."""
@@ -392,7 +393,7 @@ class Scheduler:
                 for other in blocked:
                     other.overtaken += 1
                 return True
-            self._placement.wait(call)
+            self._placement.wait(call, now)
             blocked.append(call)
         if self._placement.crowded:
             out.extend(MakeRoom(index) for index in self._placement.crowded)

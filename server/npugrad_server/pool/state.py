@@ -84,13 +84,13 @@ class CallState:
         too_large: Whether it was told that no device has the workspace it needs.
         declined_by: Device and incarnation that could not take it at the time; None before one declined.
         deaths: How many of its tries ended with the death of their worker.
+        spared: How many of its starts do not count as tries, because it did not end them.
+        ran_isolated: Whether it was isolated when it was last started.
         worker_losses: How many workers of each device died while running it, not counting exempt ones.
         solo_losses: How many of those can only be the fault of this call or the device.
         last_reason: How the last of them ended.
         last_code: The vendor's number of a device failure under it; None without one.
         suspect: Whether a device failed under it, so that it is tried only once more.
-        blamed: How many worker deaths are its fault, as far as is known.
-        faults: Times and kinds of those deaths not counted yet, because another worker may still complete it.
         kind: Kind of the queue: operator and deterministic mode, by which its devices are chosen.
     """
 
@@ -130,13 +130,13 @@ class CallState:
     too_large: bool = False
     declined_by: tuple[int, int] | None = None
     deaths: int = 0
+    spared: int = 0
+    ran_isolated: bool = False
     worker_losses: dict[int, int] = field(default_factory=partial(defaultdict, int))
     solo_losses: dict[int, int] = field(default_factory=partial(defaultdict, int))
     last_reason: str = ""
     last_code: int | None = None
     suspect: bool = False
-    blamed: int = 0
-    faults: list[tuple[float, Death]] = field(default_factory=list)
     kind: tuple[str, bool] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -144,14 +144,14 @@ class CallState:
         self.kind = (self.operator, self.deterministic)
 
     @property
-    def circuit(self) -> Hashable:
-        """Key of its circuit breaker: tenant and exact signature."""
-        return None if self.plan is None else (self.tenant.name, self.plan.signature)
+    def owner(self) -> tuple[str, str]:
+        """Tenant and operator, which are suspect together."""
+        return self.tenant.name, self.operator
 
     @property
-    def isolated(self) -> bool:
-        """Whether it may run only on a worker that runs nothing else: it may be what kills workers."""
-        return self.deaths > 0
+    def tries(self) -> int:
+        """Starts that count."""
+        return self.attempts - self.spared
 
     def note_loss(self, worker: WorkerState, *, sole: bool) -> None:
         """Records that its worker died: which one, how, and whether its device failed under this very call.
@@ -244,6 +244,7 @@ class WorkerState:
         ended_for: Why the current process is being ended; empty while it is not.
         ended_by: Call for whose overlong run the current process is being ended; None without one.
         death: How the current process ends, as far as is known.
+        ended_s: When the last process ended, if it had opened the device; None once the next one has.
         failure: Device failure that the current process reported before it ended; None without one.
         last_start: Number of the last call start on it, to spread calls over idle devices.
         unavailable: Operators that the last process that opened it cannot run, with the reasons.
@@ -280,11 +281,17 @@ class WorkerState:
     ended_for: str = ""
     ended_by: int | None = None
     death: Death = Death.DIED
+    ended_s: float | None = None
     failure: Failure | None = None
     last_start: int = 0
     unavailable: Mapping[str, str] = field(default_factory=dict)
     exhausted: bool = False
     trust: Trust = field(default_factory=Trust)
+
+    @property
+    def has_stream(self) -> bool:
+        """Whether it is ready and a stream is free."""
+        return self.state is DeviceState.READY and len(self.running) < self.spec.streams
 
     @property
     def is_out(self) -> bool:
@@ -304,6 +311,18 @@ class WorkerState:
         if number is None and len(self.running) == 1 and not self.exempt:
             (number,) = self.running
         return None if number is None else self.running.get(number)
+
+    def end(self, now: float) -> None:
+        """Notes when its process ended, if it had opened the device."""
+        self.ended_s = (now if self.ended_s is None else self.ended_s) if self.opened else None
+
+    def suspects(self) -> list[CallState]:
+        """Returns the running calls that may have caused the end of the process."""
+        culprit, failure = self.culprit(), self.failure
+        if culprit is not None:
+            return [culprit]
+        is_damaged = failure is not None and failure.restart_policy is RestartPolicy.NEVER
+        return [] if self.exempt or is_damaged else [*self.running.values()]
 
     def why_unavailable(self, operator: str) -> str:
         """Why it cannot run an operator; empty when it can, or may once it is ready again."""
@@ -327,14 +346,8 @@ class WorkerState:
         return call.declined_by == (self.index, self.incarnation)
 
     def admits(self, call: CallState) -> bool:
-        """Whether the call may join those that run now, memory aside."""
-        if self.state is not DeviceState.READY or len(self.running) >= self.spec.streams:
-            return False
-        if self.trust.suspected:
-            return False
-        if not self.running:
-            return True
-        if call.isolated or any(other.isolated for other in self.running.values()):
+        """Whether the call may join those that run now, memory and isolation aside."""
+        if not self.has_stream or self.trust.suspected:
             return False
         return not self.one_mode or all(
             other.deterministic == call.deterministic for other in self.running.values()

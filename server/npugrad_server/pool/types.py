@@ -49,9 +49,10 @@ class PoolSettings:
         respawn_backoff_s: Delay before a worker that failed once is started again; it doubles each time.
         respawn_backoff_max_s: Upper limit of that delay; a device that keeps failing waits longer.
         max_respawns: Consecutive losses that may count against a device before it is marked down.
-        circuit_deaths: Worker deaths within 60 s under calls of one tenant and signature after which such
-            calls are refused; 0 for never.
-        max_attempts: How often a call is started in all if its workers die under it.
+        circuit_deaths: Worker deaths under isolated calls of one tenant and signature after which such calls
+            are refused (`circuit_breaker`); 0 for never.
+        max_attempts: How often a call is started in all if its workers die under it; those that were killed
+            from outside, or died together, do not count.
         device_memory_bytes: Host memory for what all workers together make of operands (strided ones are made
             contiguous); None for half of the machine's or the container's limit. Devices report their
             own memory.
@@ -235,7 +236,7 @@ class PoolStats:
         uploads: Admitted calls whose operands are still being written.
         input_arena_bytes: Total operand memory.
         output_arena_bytes: Total result memory, over all devices.
-        open_circuits: Signatures of a tenant whose calls are refused because workers died under them.
+        open_circuits: Signatures or operators of a tenant whose calls are refused because workers died.
         tenants: Calls that have not started, and bytes in flight, by the tenant's name in metrics.
         queued_s: Seconds of a device's stream that the waiting calls are expected to take.
         longest_wait_s: How long the longest-waiting call has waited so far; 0.0 if none waits.
@@ -301,7 +302,7 @@ class PoolObserver:
         """A worker process ended; `reason` says in words how."""
 
     def circuit_opened(self, planned: PlannedCall) -> None:
-        """Calls with the tenant and signature of this call are refused for a while."""
+        """Calls with the tenant and signature, or operator, of this call are refused for a while."""
 
     def device_changed(self, status: DeviceStatus) -> None:
         """A device changed its state."""

@@ -167,7 +167,7 @@ def test_a_wrong_result_is_named_with_its_output() -> None:
     [
         ("oom=x", "DEVICE_OUT_OF_MEMORY: group_norm_backward: the device has no memory for the call now"),
         ("fault=x", "the worker ended with 507015: test device: run returned 507015"),
-        ("crash=x", "the worker ended: the worker process was killed by signal 9 (SIGKILL)"),
+        ("crash=x", "the worker ended: the worker process was killed by signal 6 (SIGABRT)"),
     ],
 )
 def test_an_answer_without_results_is_told_in_words(option: str, words: str) -> None:

@@ -102,7 +102,7 @@ def test_a_soak_on_a_device_that_computes_zeros_fails() -> None:
 def test_a_worker_that_dies_before_the_soak_is_told_by_what_it_died_of() -> None:
     report = report_of(soak.STEP, "test:0?crash=")
     assert failed(report) == ["every result is right", "one worker for all calls"]
-    assert "killed by signal 9" in report.failures[0].note
+    assert "killed by signal 6" in report.failures[0].note
     assert report.error == ""
 
 

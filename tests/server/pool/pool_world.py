@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from tests.server.pool.admission_world import DeadlineWorld, QuotaWorld
+from tests.server.pool.blame_world import FATAL, BlameWorld
 from tests.server.pool.scheduler_world import (
     ARENA,
     ATTEMPTS,
@@ -33,7 +34,7 @@ from npugrad.errors import NpugradError
 from npugrad_server.backends.base import RestartPolicy
 from npugrad_server.pool.admission import AdmissionControl, Demand, RegionLayout
 from npugrad_server.pool.call_lifecycle import EXHAUSTION_REASONS, SUSPECT_ATTEMPTS
-from npugrad_server.pool.circuit_breaker import OPEN_S
+from npugrad_server.pool.circuit_breaker import OPEN_S, Death
 from npugrad_server.pool.commands import (
     Command,
     FailCall,
@@ -81,7 +82,7 @@ WEIGHTS = {
 PROMISES = [name for name in dir(SchedulerWorld) if name.startswith("promise_")]
 
 
-class PoolWorld(QuotaWorld, DeadlineWorld):
+class PoolWorld(BlameWorld, QuotaWorld, DeadlineWorld):
     """One pool and all around it.
 
     Attributes:
@@ -95,8 +96,8 @@ class PoolWorld(QuotaWorld, DeadlineWorld):
         rng = random.Random(seed)
         self.uploads: dict[int, Call] = {}
         self.lanes: dict[tuple[Any, ...], list[int]] = defaultdict(list)
-        self.circuit_deaths: dict[Any, list[float]] = defaultdict(list)
         self.weights = {"small": 0.5, "even": 1.0, "large": 4.0}
+        self._plot(rng, list(self.weights))
         self.answers: Counter[str] = Counter()
         self.not_retried: set[int] = set()
         self.stale_events: list[tuple[int, int, int]] = []
@@ -146,10 +147,9 @@ class PoolWorld(QuotaWorld, DeadlineWorld):
             most = self.scheduler.eligibility[kind].most_bytes
             if expected in ("NO_DEVICE", "OPERATOR_UNSUPPORTED", "DETERMINISM_UNSUPPORTED"):
                 reason = expected  # the pool looks before it asks admission control, and so do we
-            elif self.scheduler.circuits.refusal(call.request.circuit, self.now) is not None:
-                reason = "CIRCUIT_OPEN"
+            elif self.scheduler.circuits.refusal(call.request.owner, planned.plan, self.now) is not None:
+                expected = reason = "CIRCUIT_OPEN"
                 self._justify_circuit(number, call)
-                expected = reason
             else:
                 waiting = len(self.uploads) + self.scheduler.queue_depth
                 arguments: Any = (planned, waiting, self.scheduler.forecast, self.now, most)
@@ -256,17 +256,25 @@ class PoolWorld(QuotaWorld, DeadlineWorld):
         return f"device {worker} has no process"
 
     def on_die(self, rng: random.Random) -> str:
-        """A process ends; those that were told to end most likely."""
+        """A process ends: as told, or by a guilty call or somebody outside; or several do."""
         ending = [w for w, p in self.processes.items() if p.told_to_end]
-        worker = self._pick(rng, ending or sorted(self.processes))
-        if worker is None:
-            return ""
-        beneath = [call.request.id for call in self._on(worker)]
-        for call in self._on(worker):
-            self.circuit_deaths[call.request.circuit].append(self.now)
-            self._remember(call.starts[-1])
-        self._die(worker)
-        return f"device {worker} loses its process under {beneath}"
+        deadly = {w: c for w in self.processes for c in map(self._crime, self._on(w)) if c in FATAL[:2]}
+        if ending or (deadly and rng.random() < 0.8):
+            chosen = [rng.choice(ending or list(deadly))]
+        else:
+            chosen = rng.sample(sorted(self.processes), min(len(self.processes), rng.choice([1, 1, 2, 4])))
+            deadly = {}
+        told = []
+        for worker in chosen:
+            if not (ending or deadly or self._may_be_killed(worker)):
+                continue
+            told.append(f"{worker} under {[call.request.id for call in self._on(worker)]}")
+            for call in self._on(worker):
+                self._remember(call.starts[-1])
+            self.cause = deadly.get(worker, "")
+            self._die(worker, Death.DIED if self.cause == "crash" else Death.KILLED)
+            self.cause = ""
+        return f"devices lose their processes: {', '.join(told)}" if told else ""
 
     def on_complain(self, rng: random.Random) -> str:
         """A process says that its device failed, under one of its calls or while it was being opened."""
@@ -283,6 +291,7 @@ class PoolWorld(QuotaWorld, DeadlineWorld):
         failure = Failure("words", policy, number, None if number is None else 507015, retry, exempt)
         if number is not None:
             self.calls[number].suspect = True
+            self.guilty.add(self.calls[number].request.owner)
             if not retry:
                 self.not_retried.add(number)
         self.damaged |= {worker} if policy is RestartPolicy.NEVER else set()
@@ -372,8 +381,7 @@ class PoolWorld(QuotaWorld, DeadlineWorld):
         demand = Demand(
             RegionLayout({}, aligned(inputs)), RegionLayout({}, outputs), memory, 0, 512 * blocks, None, work
         )
-        signature = operator.encode() + bytes([rng.randint(0, 3)])
-        plan = Plan(SimpleNamespace(name=operator), signature, {self.own: demand})
+        plan = Plan(SimpleNamespace(name=operator), self._signature(rng, name, operator), {self.own: demand})
         planned = Planned(plan, CallOptions(deterministic), tenant, due)
         request = CallState(
             number,
@@ -438,7 +446,7 @@ class PoolWorld(QuotaWorld, DeadlineWorld):
 
     def obey(self, commands: Sequence[Command]) -> None:
         """Carries commands out, and holds each against the state it was given in."""
-        for command in commands:
+        for command in self._checked(commands):
             if isinstance(command, FailCall):
                 self._justify(command)
             super().obey([command])
@@ -516,14 +524,13 @@ class PoolWorld(QuotaWorld, DeadlineWorld):
             assert reason != "QUEUE_FULL" or self._waits(call), reason
 
     def _justify_circuit(self, number: int, call: Call) -> None:
-        """A circuit is open only after deaths under calls of its key, or while a trial is on its way."""
-        key = call.request.circuit
-        deaths = self.circuit_deaths[key]
+        """A circuit is open only for so long, or while a trial is on its way."""
         assert self.opens_at, "a circuit is open though none may"
-        assert len(deaths) >= self.opens_at, "a circuit is open though hardly a worker died"
-        others = [c for n, c in self.calls.items() if n != number and c.request.circuit == key]
+        assert call.request.owner in self.guilty, "an innocent's circuit is open"
+        others = [c for n, c in self.calls.items() if n != number and c.request.owner == call.request.owner]
         is_tried = any(c.running or self._waits(c) for c in others)
-        assert is_tried or deaths[-1] + OPEN_S > self.now, "a circuit is open for too long"
+        last = max(died.at for died in self._against(call.request.owner))
+        assert is_tried or last + OPEN_S > self.now, "a circuit is open for too long"
 
     # --------------------------------------------------------------------------------------------- promises
 
@@ -554,7 +561,8 @@ class PoolWorld(QuotaWorld, DeadlineWorld):
         free = MEMORY - sum(c.request.memory_bytes for c in self.calls.values() if c.running)
         for request in scheduler.queue.in_turn(placement.is_confined) if idle else ():
             call = self.calls[request.id]
-            if call.declined is not None or request.memory_bytes > free:
+            is_apart = scheduler._isolation.isolates(request)
+            if call.declined is not None or is_apart or request.memory_bytes > free:
                 continue
             choices = self._choices(call)
             for worker in idle:

@@ -10,12 +10,13 @@ from typing import Any
 
 from npugrad_server.pool.admission import Demand
 from npugrad_server.pool.call_lifecycle import EXHAUSTION_REASONS, SUSPECT_ATTEMPTS
-from npugrad_server.pool.circuit_breaker import OPEN_S
+from npugrad_server.pool.circuit_breaker import OPEN_S, Death
 from npugrad_server.pool.commands import (
     CircuitChanged,
     Command,
     CompleteCall,
     FailCall,
+    Failure,
     KillWorker,
     PostponeCall,
     RedirectCall,
@@ -85,11 +86,14 @@ class Call:
     refusal: WorkspaceRefused | None = None
     abandoned: bool = False
     postponed: int = 0
+    died: list[Any] = field(default_factory=list)
+    """Deaths of workers that it may have caused: `blame_world.Died`."""
 
     @property
     def tries(self) -> int:
-        """Starts that were not taken back."""
-        return len(self.starts) - self.postponed
+        """Starts that were not taken back, nor ended from outside or together with others."""
+        spared: int = sum(died.together or died.death is Death.KILLED for died in self.died)
+        return len(self.starts) - self.postponed - spared
 
     @property
     def workspace(self) -> int:
@@ -119,6 +123,8 @@ class Process:
     incarnation: int
     started: float = 0.0
     open: bool = False
+    opened: bool = False
+    """Whether it was open before it was told to end."""
     told_to_end: bool = False
     named: int | None = None
     """Call under which it said that its device failed."""
@@ -175,7 +181,7 @@ class SchedulerWorld:
                 assert not call.cancelled, "an answer nobody asked for"
                 assert not isinstance(command, CompleteCall) or call.starts
                 refused = isinstance(command, FailCall) and command.reason == "CIRCUIT_OPEN"
-                assert not refused or call.request.circuit in self.opened
+                assert not refused or any(key in self.opened for key in self._circuits(call))
                 if isinstance(command, FailCall) and command.reason in UNSUPPORTED:
                     assert self._choices(call) == [], "some device may have it"
                     modes = command.reason == "DETERMINISM_UNSUPPORTED"
@@ -206,7 +212,7 @@ class SchedulerWorld:
                 assert call.tries < ATTEMPTS
                 assert not call.suspect
             elif isinstance(command, CircuitChanged):
-                key = self.calls[command.call].request.circuit
+                key = self._circuits(self.calls[command.call])[command.whole]
                 self.opened.update({key: self.now}) if command.deaths else self.opened.pop(key)
             elif isinstance(command, PostponeCall):
                 self.calls[command.call].postponed += 1
@@ -266,11 +272,13 @@ class SchedulerWorld:
         assert not call.running
         assert not call.answers
         assert not call.cancelled
-        assert self.opened.get(call.request.circuit, -OPEN_S) + OPEN_S <= self.now, "its circuit is open"
+        for key in self._circuits(call):
+            assert self.opened.get(key, -OPEN_S) + OPEN_S <= self.now, "its circuit is open"
         assert call.request.deadline_s is None or call.request.deadline_s > self.now
         call.starts.append(start)
         call.refusal = None
-        assert start.attempt == call.tries <= ATTEMPTS
+        assert start.attempt == len(call.starts) - call.postponed
+        assert call.tries <= ATTEMPTS
         assert (start.workspace_bytes is None) == (process.memory is None)
         call.granted = start.workspace_bytes or 0
         assert not process.refuses(call), "started where its operator or its mode lacks"
@@ -283,9 +291,6 @@ class SchedulerWorld:
             ready = [worker.index for worker in self._choices(call)]
             assert start.worker in ready, "back where it was declined, though there was another device"
         beside = [c for c in self._on(start.worker) if c is not call]
-        if beside:
-            assert not call.deaths, "a call that a worker died under is not alone"
-            assert not any(other.deaths for other in beside), "somebody joined one that a worker died under"
         if self.one_mode and process.mode is None:
             assert all(c.request.deterministic == call.request.deterministic for c in beside)
         self._check_region(call, start)
@@ -303,6 +308,12 @@ class SchedulerWorld:
                 theirs = other.request.region
                 apart = region.offset + region.nbytes, theirs.offset + theirs.nbytes
                 assert apart[0] <= theirs.offset or apart[1] <= region.offset, "regions overlap"
+
+    @staticmethod
+    def _circuits(call: Call) -> tuple[Hashable, Hashable]:
+        """Keys of what may refuse a call: that of its signature, and that of its operator."""
+        request = call.request
+        return (*request.owner, request.plan and request.plan.signature), (*request.owner, None)
 
     def _on(self, worker: int) -> list[Call]:
         return [c for c in self.calls.values() if c.running and c.starts[-1].worker == worker]
@@ -325,7 +336,7 @@ class SchedulerWorld:
         process = self.processes[worker]
         process.open = True
         if not process.told_to_end:
-            process.unavailable, process.mode = unavailable, mode
+            process.unavailable, process.mode, process.opened = unavailable, mode, True
         reasons = dict.fromkeys(unavailable, "its first try failed")
         # A device may have less than the last time: somebody else may use it.
         process.memory = memory if self.own else None
@@ -416,13 +427,24 @@ class SchedulerWorld:
         process = self.processes.get(worker.index)
         return process is not None and not process.refuses(call)
 
-    def _die(self, worker: int) -> None:
-        process, calls = self.processes.pop(worker), self._on(worker)
+    def _die(self, worker: int, death: Death = Death.KILLED) -> None:
+        process, calls = self.processes[worker], self._on(worker)
+        if not process.told_to_end:
+            failure = Failure("it ended", killed=death is Death.KILLED)
+            self.obey(self.scheduler.failing(worker, process.incarnation, failure, self.now))
+            if process.opened:
+                self._blame(self.scheduler.workers[worker], death)
+        elif process.opened:
+            self._blame(self.scheduler.workers[worker], self.scheduler.workers[worker].death)
+        del self.processes[worker]
         for call in calls:
             call.running = call.region_live = False
             call.deaths += 1
         self.countable[worker] += len(calls) < 2 or process.named is not None
         self.obey(self.scheduler.lost(worker, process.incarnation, "signal 9", self.now))
+
+    def _blame(self, worker: WorkerState, death: Death) -> None:
+        """A process that had opened its device has ended; the scheduler is about to learn of it."""
 
     def _close(self, number: int) -> None:
         call = self.calls[number]
@@ -535,6 +557,7 @@ class SchedulerWorld:
                     self._come_back(number)
             if (call.answers or call.cancelled) and not call.closed:
                 self._close(number)
-        if any(w.state is DeviceState.RESTARTING for w in self.scheduler.workers):
+        is_coming = any(w.state is DeviceState.RESTARTING for w in self.scheduler.workers)
+        if is_coming or self.scheduler._isolation.again_s is not None:
             self.now = max(self.now, self.scheduler.next_alarm() or self.now)
         self.obey(self.scheduler.tick(self.now))
