@@ -42,6 +42,7 @@ class SampledCall(ABC):
         edge: Where in a pixel the result jumps: 0.0 at its centre, 0.5 between two.
         rows: Outputs that have one row for each point, with the number of values in a row.
         sums: The output that adds up the contributions of the points by pixel.
+        points: The operand that has the coordinates.
     """
 
     rules: tuple[CoordinateRule, ...]
@@ -50,6 +51,7 @@ class SampledCall(ABC):
     edge: float
     rows: Mapping[str, int]
     sums: ClassVar[str]
+    points: ClassVar[str]
 
     @abstractmethod
     def compute(self, rule: CoordinateRule, outputs: Mapping[str, Array]) -> None:

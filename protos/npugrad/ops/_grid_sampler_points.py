@@ -36,7 +36,7 @@ class _Grid(SampledCall):
     """A bilinear call of either operator."""
 
     edge = 0.0
-    sums = "input_grad"
+    sums, points = "input_grad", "grid"
 
     def __init__(self, inputs: Arrays, attrs: Mapping[str, Any]) -> None:
         self._inputs, self._attrs = inputs, attrs

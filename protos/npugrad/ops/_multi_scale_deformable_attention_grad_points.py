@@ -31,7 +31,7 @@ class Sampled(SampledCall):
     edge = 0.0
     axes = 2
     rows = {"grad_location": 2, "grad_attn_weight": 1}  # noqa: RUF012  # as the base class has it
-    sums = "grad_value"
+    sums, points = "grad_value", "location"
 
     def __init__(self, inputs: Arrays, attrs: Mapping[str, Any]) -> None:
         """Takes a call; see the record."""

@@ -9,10 +9,12 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 import pytest
+from tests.calls import cpu_results
 from tests.derived import every_second, smaller, told
 from tests.server.kernels.compare import assert_right, contents, outputs_for
 
-from npugrad import OPERATORS, OpRecord, Product
+from npugrad import OPERATORS, OpRecord, Product, get_operator
+from npugrad.agreement import agreement
 from npugrad.call import CallOptions
 from npugrad.coordinates import CoordinateRule
 from npugrad.meta import CallMeta
@@ -206,3 +208,15 @@ def on_edges(record: OpRecord) -> tuple[CallMeta, dict[str, Any]]:
     grid[...] = 0
     grid[..., 0] = centres - 1
     return call, inputs
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.125])
+def test_sums_of_large_terms_that_cancel_each_other_are_judged_by_what_float32_can_do(factor: float) -> None:
+    record = get_operator("grid_sampler_3d_backward")
+    call = record.build(n=1, c=8, d=5, h=6, w=7, od=4, oh=4, ow=4)
+    inputs = dict(record.make_inputs(call, np.random.default_rng(0)))
+    inputs["input"] = np.asarray(inputs["input"]) + np.float32(1e4)
+    inputs["grid"] = np.zeros_like(np.asarray(inputs["grid"]))
+    results = cpu_results(record, call, inputs, record.infer(call))
+    results["grid_grad"] *= np.float32(factor)
+    assert agreement(record, inputs, call.attrs, results).ok == (factor == 1.0)
