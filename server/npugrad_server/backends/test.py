@@ -12,6 +12,7 @@ Options of ``test:N?name=value&...``; a LABEL is compared with the label of the 
     how=WAY       make them wrong by scale (an eighth too large, the default), bit (one flipped) or stale
                   (not written)
     right=N       compute the process's first N calls correctly all the same, canaries included
+    spares=1      compute canaries correctly, whatever the other options say
     wrong_if=PATH return wrong results only while this file exists
     rule=RULE     be right by another coordinate rule, if the operator has it
     ulps=N        be off by up to N units in the last place of float32, differently each time
@@ -64,7 +65,7 @@ if TYPE_CHECKING:
 
 _NUMBERS = ("ms", "open_ms", "stages", "memory", "workspace", "right", "ulps")
 _LABELS = ("crash", "late", "hang", "corrupt", "oom", "bug", "fault", "damage", "timeout", "big")
-_SWITCHES = ("compute", "children")
+_SWITCHES = ("compute", "children", "spares")
 _TEXTS = ("wrong", "wrong_if", "how", "rule")
 _HOW = ("scale", "bit", "stale")
 _ULP = 2.0**-23
@@ -88,6 +89,7 @@ class TestOptions:
         labels: By name of a failure, the label of the calls that hit it.
         memory_bytes: Its own memory; None for none.
         workspace_bytes: Workspace that a call asks for.
+        spares: Whether canaries are right all the same.
         wrong: Operator whose results are wrong, or ``"any"``; empty for none.
         how: How they are wrong: scale, bit or stale.
         rule: Coordinate rule; None for the CPU backend's.
@@ -107,6 +109,7 @@ class TestOptions:
     labels: Mapping[str, str]
     memory_bytes: int | None = None
     workspace_bytes: int = 0
+    spares: bool = False
     wrong: str = ""
     wrong_if: str = ""
     right_calls: int = 0
@@ -138,6 +141,7 @@ class TestOptions:
             stages=int(options.get("stages", "1")),
             compute=options.get("compute") == "1",
             children=options.get("children") == "1",
+            spares=options.get("spares") == "1",
             opening=options.get("open", "ok"),
             labels={name: options[name] for name in _LABELS if name in options},
             memory_bytes=int(options["memory"]) if "memory" in options else None,
@@ -274,7 +278,8 @@ class TestBackend(Backend):
                 output *= 1 + self._options.ulps * _ULP * noise.uniform(-1, 1, output.shape).astype(
                     output.dtype
                 )
-        if is_right or self._options.wrong not in ("any", record.name):
+        is_spared = call.is_canary and self._options.spares
+        if is_right or is_spared or self._options.wrong not in ("any", record.name):
             return
         if not self._options.wrong_if or Path(self._options.wrong_if).exists():
             _spoil(call, self._options.how)

@@ -4,14 +4,13 @@ Guarantees
     - A device is ready only after its process has compared every canary and found it right.
     - From then on it runs each canary once per interval: while it is idle, or alongside its calls if it has
       not been idle for another interval.
-    - After a canary mismatch it takes no calls until that canary is right; after a mismatch in a call, until
-      every canary is. Two mismatches within `MISMATCH_WINDOW_S` quarantine it: its process is ended, its
-      later answers are ignored, and its calls go elsewhere.
+    - After a canary mismatch it takes no calls until that canary is right. Two mismatches within
+      `MISMATCH_WINDOW_S`, of canaries or of calls that the CPU path computes rightly, quarantine it: its
+      process is ended, its later answers are ignored, and its calls go elsewhere.
     - A quarantined device gets one more process, which must find every canary right
       `worker_lifecycle.TRIAL_ROUNDS` times. A mismatch there, or a second quarantine, is final: the device
       stays out until the server is restarted.
-    - A quarantine for mismatches in calls alone may be the calls' fault: for the `circuit_breaker` the worker
-      counts as one that died under its call, and the quarantine is never final.
+    - A quarantine for mismatches in calls alone is never final: calls may be beyond what a device can do.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ class Quarantine:
         """A process has opened its device and found this many canaries right."""
         trust = worker.trust
         trust.canaries, trust.running, trust.suspected = canaries, None, False
-        trust.whole_round = trust.canary_was_wrong = False
+        trust.canary_was_wrong = False
         trust.mismatches.clear()
         self._plan(worker, now)
 
@@ -97,14 +96,15 @@ class Quarantine:
             trust.canary_was_wrong = True
             self._note(worker, answer.operator, answer.detail, now, out)
             if worker.state is DeviceState.READY:
+                trust.suspected = True
                 self._send(worker, answer.number, now, out)
             return
         trust.left -= 1
         if trust.left > 0:
-            trust.suspected = trust.suspected and trust.whole_round
+            trust.suspected = False
             self._send(worker, (answer.number + 1) % trust.canaries, now, out)
         else:
-            trust.running, trust.suspected, trust.whole_round = None, False, False
+            trust.running, trust.suspected = None, False
             self._plan(worker, now)
 
     def computed(
@@ -115,7 +115,7 @@ class Quarantine:
         detail: str,
         now: float,
         out: list[Command],
-    ) -> bool:
+    ) -> None:
         """A call has shown that a device computes wrongly.
 
         Args:
@@ -125,24 +125,12 @@ class Quarantine:
             detail: The figures.
             now: Current time.
             out: Gets the commands.
-
-        Returns:
-            Whether that quarantined the device for mismatches in calls alone.
         """
-        trust = worker.trust
         is_current = worker.is_current(incarnation) and worker.state is DeviceState.READY
-        if not is_current or not trust.canaries:  # another process, or not expected to compute
+        if is_current and worker.trust.canaries:
+            self._note(worker, operator, detail, now, out)
+        else:  # another process, or not expected to compute
             out.append(DeviceMismatch(worker.index, operator, detail))
-            return False
-        self._note(worker, operator, detail, now, out)
-        if worker.state is not DeviceState.READY:
-            return not trust.canary_was_wrong
-        trust.whole_round = True
-        if trust.running is None:
-            self._begin(worker, now, out)
-        else:
-            trust.left = trust.canaries
-        return False
 
     def _note(self, worker: WorkerState, operator: str, detail: str, now: float, out: list[Command]) -> None:
         """Records a mismatch, and quarantines a device that had too many."""
@@ -151,8 +139,6 @@ class Quarantine:
         trust.mismatches = [at for at in trust.mismatches if at > now - MISMATCH_WINDOW_S] + [now]
         if len(trust.mismatches) >= MOST_MISMATCHES:
             self._lifecycle.quarantine(worker, f"{operator}: {detail}", out, lasts=trust.canary_was_wrong)
-        else:
-            trust.suspected = trust.canaries > 0
 
     def failed_start(self, worker: WorkerState, out: list[Command]) -> None:
         """A process has found a canary wrong twice in a row before its device was ready, and has ended."""

@@ -186,8 +186,7 @@ class Trust:
         alarm: When to look at it again; None for never.
         running: The canary that runs; None for none.
         left: Canaries left in the round.
-        suspected: Whether it computed wrongly and was not cleared since: it takes no calls.
-        whole_round: Whether clearing takes a whole round of canaries, not only the one that was wrong.
+        suspected: Whether a canary was wrong and was not right since: it takes no calls.
         canary_was_wrong: Whether a canary of the current process was wrong.
         mismatches: When it computed wrongly.
         quarantines: How often it was quarantined, not counting mismatches in calls alone.
@@ -201,7 +200,6 @@ class Trust:
     running: int | None = None
     left: int = 0
     suspected: bool = False
-    whole_round: bool = False
     canary_was_wrong: bool = False
     mismatches: list[float] = field(default_factory=list)
     quarantines: int = 0

@@ -316,8 +316,9 @@ class PoolObserver:
         Args:
             device: Where it ran.
             kind: ``"verify"``: its caller waits for it; ``"sample"``: the server's own check.
-            result: ``"ok"``, ``"mismatch"``; ``"unfinished"``: not in time, or there was an error;
-                ``"skipped"``: no verifier was free for the sample, or it was too large.
+            result: ``"ok"``, ``"mismatch"``; ``"tolerance"``: the CPU path differs from the reference, too;
+                ``"unfinished"``: not in time, or there was an error; ``"skipped"``: no verifier was free for
+                the sample, or it was too large.
         """
 
     def device_mismatched(self, device: str, operator: str) -> None:

@@ -7,6 +7,9 @@ Guarantees
       it. Until it is compared, for at most `SAMPLE_LIMIT_S`, such a call's memory stays in the arenas; so
       there is one at a time, it holds at most one part in `SAMPLE_SHARE` of an arena, and none is begun while
       another call waits to be compared.
+    - Results that differ from the reference are computed once more, by the CPU's kernels, while the verifier
+      has them: at the cost of that call and of no device. They count against the device if these agree with
+      the reference. Otherwise they are reported as `tolerance`, and nobody is suspected.
     - No comparison uses memory that was given back: a verifier that still reads it is ended.
     - Tenants share the verifiers' time by weight, as they do the devices'. At most `MOST_VERIFIERS` calls are
       compared at once. A call under which two verifiers ended gets an error.
@@ -27,7 +30,7 @@ from npugrad_server.pool.commands import FailCall
 from npugrad_server.pool.fair_queue import FairQueue
 from npugrad_server.pool.process import WorkerProcess
 from npugrad_server.worker.protocol import CallDone, CallFailed
-from npugrad_server.worker.verifier import NAME
+from npugrad_server.worker.verifier import JUDGED, NAME, WRONG
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -118,7 +121,8 @@ class Verification:
             inputs: Arena of the operands.
             completion: Gives callers their answers.
             observer: Told of every comparison.
-            on_mismatch: Told of wrong results, with the figures, before their caller is.
+            on_mismatch: Told of results that only the device can have got wrong, with the figures, before
+                their caller is.
         """
         self._settings, self._fleet, self._inputs = settings, fleet, inputs
         self._completion, self._observer, self._on_mismatch = completion, observer, on_mismatch
@@ -231,10 +235,15 @@ class Verification:
     def _finish(self, check: ResultCheck, answer: CallDone | CallFailed) -> None:
         """A verifier has compared a call, or could not."""
         ticket, reason = check.ticket, "" if isinstance(answer, CallDone) else answer.reason
+        result = "unfinished" if reason else "ok"
         if isinstance(answer, CallFailed) and reason == "VERIFICATION_FAILED":
-            self._on_mismatch(check, answer.message.removeprefix(f"{check.order.operator}: "))
-        results = {"": "ok", "VERIFICATION_FAILED": "mismatch"}
-        self._tell(ticket, is_sample=check.is_sample, result=results.get(reason, "unfinished"))
+            is_wrong = answer.metadata.get(JUDGED) == WRONG
+            result = "mismatch" if is_wrong else "tolerance"
+            if is_wrong:
+                self._on_mismatch(check, answer.message.removeprefix(f"{check.order.operator}: "))
+            else:
+                _log.error("request %s: tolerance: %s", ticket.planned.request_id, answer.message)
+        self._tell(ticket, is_sample=check.is_sample, result=result)
         done = ticket.answer
         if check.is_sample:
             if isinstance(answer, CallFailed):

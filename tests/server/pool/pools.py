@@ -99,9 +99,10 @@ def make_job(
     verify: bool = False,
     timeout_s: float | None = None,
     layout: Callable[[npt.NDArray[Any]], npt.NDArray[Any]] | None = None,
+    operator: str = "group_norm_backward",
     **sizes: Any,
 ) -> Job:
-    """A GroupNorm call with random operands.
+    """A call with random operands, by default of GroupNorm.
 
     Args:
         seed: Of the operands.
@@ -109,10 +110,11 @@ def make_job(
         priority: Option of the call.
         verify: Option of the call.
         timeout_s: Seconds from now until its deadline.
-        layout: Turns each operand into one of another layout.
+        layout: Turns each operand into one of another layout, or with other values.
+        operator: Its operator.
         sizes: Arguments of the record's `build`.
     """
-    record = get_operator("group_norm_backward")
+    record = get_operator(operator)
     call = record.build(**sizes)
     inputs = dict(record.make_inputs(call, np.random.default_rng(seed)))
     if layout is not None:

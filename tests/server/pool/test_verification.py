@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 from tests.server.pool.pools import Seen, in_pool, make_job, until
 
+from npugrad import get_operator
 from npugrad.errors import DeadlineExceeded, DeviceError
 from npugrad_server.pool import DevicePool, DeviceState
 from npugrad_server.pool.tenant import Tenant
@@ -228,6 +230,28 @@ async def test_two_wrong_samples_quarantine_a_device_whose_canaries_are_right(
     assert ("test:0", DeviceState.QUARANTINED) in seen.states
     assert seen.compared["sample", "mismatch"] == 2
     await until(lambda: pool.devices()[0].state is DeviceState.READY)
+
+
+FLOYD = "fused_floyd_attention_grad"
+
+
+@in_pool(RIGHT)
+async def test_values_that_no_arithmetic_gets_right_are_nobodys_fault(pool: DevicePool, seen: Seen) -> None:
+    """Exponentials overflow, on the CPU as well."""
+    sizes = get_operator(FLOYD).workloads.canary
+    assert sizes is not None
+
+    def larger(operand: Any) -> Any:
+        return operand * np.float16(30) if operand.dtype == np.float16 else operand
+
+    for seed in range(3):
+        job = make_job(operator=FLOYD, seed=seed, verify=True, layout=larger, **sizes)
+        with pytest.raises(DeviceError, match="from which the CPU path differs as well") as caught:
+            await job.run(pool)
+        assert caught.value.reason == "VERIFICATION_FAILED"
+    assert seen.compared == {("verify", "tolerance"): 3}
+    assert seen.mismatches == []
+    assert pool.devices()[0].restarts == 0
 
 
 @in_pool("test:1?compute=1&corrupt=x")
