@@ -35,6 +35,7 @@ _SHOWN = (
     "accepted_calls",
     "input_arena_used_bytes",
     "output_arena_used_bytes",
+    "verify_sample",
 )
 """Fields of `ServerInfo` that a notebook shows as they are."""
 SERVER_INFO_REQUEST = server_pb2.GetServerInfoRequest()
@@ -107,6 +108,8 @@ class ServerInfo:
         accepted_calls: Calls admitted since it started.
         input_arena_used_bytes: Bytes of operands currently held.
         output_arena_used_bytes: Bytes of results currently held.
+        verify_sample: Fraction of calls without `verify` whose results it compares with the reference; None
+            if it does not say.
     """
 
     version: str
@@ -121,6 +124,7 @@ class ServerInfo:
     accepted_calls: int
     input_arena_used_bytes: int
     output_arena_used_bytes: int
+    verify_sample: float | None = None
 
     def __repr__(self) -> str:
         """Version, product, devices and load; ``npugrad info`` and the attributes show the rest."""
@@ -361,6 +365,7 @@ def decode_server_info(response: server_pb2.GetServerInfoResponse) -> ServerInfo
         accepted_calls=response.accepted_calls,
         input_arena_used_bytes=response.input_arena_used_bytes,
         output_arena_used_bytes=response.output_arena_used_bytes,
+        verify_sample=response.verify_sample if response.HasField("verify_sample") else None,
     )
 
 

@@ -69,6 +69,8 @@ _FAREWELL_S = 1.0
 _SERVER_SERVICE = server_pb2.DESCRIPTOR.services_by_name["ServerService"]
 _T = TypeVar("_T")
 
+_UNCOMPARED = "a device that computes wrong results without failing, but not in canaries, goes unnoticed"
+
 
 async def serve(
     loaded: LoadedSettings,
@@ -100,6 +102,8 @@ async def serve(
         log.warning("npu", note=note)
     made = replace(made, print_fd=print_fd, worker_module=worker_module)
     log.info("settings", **_changed(loaded, made))
+    if not made.verify_sample:
+        log.warning("results are not compared", risk=_UNCOMPARED, cure="--verify-sample 0.001")
     app = App(loaded.settings, made, registry)
     stop.install(app.reload)
     try:

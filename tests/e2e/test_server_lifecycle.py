@@ -283,6 +283,7 @@ def test_server_info_tells_product_devices_limits_and_versions(server: ServerPro
     assert {"npugrad", "python", "grpcio", "protobuf", "numpy"} <= set(info.versions)
     assert "group_norm_backward" in info.operators
     assert info.uptime_s > 0
+    assert info.verify_sample == 0
 
 
 @pytest.mark.parametrize("product", [None, *Product])

@@ -185,7 +185,7 @@ class Judged:
 
     Of `sparing` devices that compute only canaries rightly `missed` were not quarantined. `told` is what
     hostile calls on right devices were told, `doubts` how many were put down to the tolerance, `lost` how
-    many devices were quarantined. A neighbour had `before` answers a second next to as many calls with ordinary
+    many devices were quarantined. A neighbour had `before` answers a second next to calls with ordinary
     values, and `beside` next to these.
     """
 
@@ -265,7 +265,7 @@ async def _attack(calls: int, seed: int) -> tuple[Counter[str], Watch, float, fl
     Returns what hostile ones were told, what was seen, and the neighbour's answers a second in either part.
     """
     watch, drawn, answers = Watch(), random.Random(seed), Counter[str]()
-    pool = await DevicePool.open(_settings(["cpu:0", "cpu:1"], 60.0), watch)
+    pool = await DevicePool.open(_settings([f"test:{i}?compute=1&ms=20" for i in range(2)], 60.0), watch)
     count = 0
 
     async def call_on() -> None:

@@ -40,11 +40,21 @@ def server(console: Console, target: str, info: ServerInfo) -> None:
         "memory in use": f"operands {operands}, results {results} per device",
         "queue": f"{info.queue_depth} of {limits.max_queue_depth} calls",
         "accepted so far": f"{info.accepted_calls} calls",
+        "results compared": _compared(info.verify_sample),
         "operators": ", ".join(info.operators),
         "built on": ", ".join(f"{k} {v}" for k, v in sorted(info.versions.items())),
     }
     for name, text in lines.items():
         console.print(f"{name}: {text}", soft_wrap=True)
+
+
+def _compared(sample: float | None) -> str:
+    """Which results a server compares with the reference, in words."""
+    if sample is None:
+        return "of calls with verify; this server does not say whether of others"
+    if sample:
+        return f"of calls with verify, and of a fraction of {sample:g} of the others"
+    return "NOT, but for calls with verify: a device that computes wrongly may go unnoticed (--verify-sample)"
 
 
 def operators(console: Console, listed: tuple[OperatorInfo, ...], product: str) -> None:

@@ -206,6 +206,7 @@ class GetServerInfoResponse(google.protobuf.message.Message):
     OUTPUT_ARENA_USED_BYTES_FIELD_NUMBER: builtins.int
     FRONT_REQUESTS_BYTES_FIELD_NUMBER: builtins.int
     FRONT_REPLIES_BYTES_FIELD_NUMBER: builtins.int
+    VERIFY_SAMPLE_FIELD_NUMBER: builtins.int
     version: builtins.str
     """Version of the server."""
     product: npugrad.v1.operators_pb2.Product.ValueType
@@ -228,6 +229,10 @@ class GetServerInfoResponse(google.protobuf.message.Message):
     """
     front_replies_bytes: builtins.int
     """Bytes that unread replies take there now, counted twice."""
+    verify_sample: builtins.float
+    """Fraction of calls without `verify` whose results are compared with the reference. At 0 nothing but
+    canaries finds a device that computes wrong results without failing. Absent: unknown.
+    """
     @property
     def devices(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Device]:
         """Its devices."""
@@ -261,9 +266,11 @@ class GetServerInfoResponse(google.protobuf.message.Message):
         output_arena_used_bytes: builtins.int = ...,
         front_requests_bytes: builtins.int = ...,
         front_replies_bytes: builtins.int = ...,
+        verify_sample: builtins.float | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["limits", b"limits"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["accepted_calls", b"accepted_calls", "devices", b"devices", "draining", b"draining", "front_replies_bytes", b"front_replies_bytes", "front_requests_bytes", b"front_requests_bytes", "input_arena_used_bytes", b"input_arena_used_bytes", "limits", b"limits", "operators", b"operators", "output_arena_used_bytes", b"output_arena_used_bytes", "product", b"product", "queue_depth", b"queue_depth", "uptime_s", b"uptime_s", "version", b"version", "versions", b"versions"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_verify_sample", b"_verify_sample", "limits", b"limits", "verify_sample", b"verify_sample"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_verify_sample", b"_verify_sample", "accepted_calls", b"accepted_calls", "devices", b"devices", "draining", b"draining", "front_replies_bytes", b"front_replies_bytes", "front_requests_bytes", b"front_requests_bytes", "input_arena_used_bytes", b"input_arena_used_bytes", "limits", b"limits", "operators", b"operators", "output_arena_used_bytes", b"output_arena_used_bytes", "product", b"product", "queue_depth", b"queue_depth", "uptime_s", b"uptime_s", "verify_sample", b"verify_sample", "version", b"version", "versions", b"versions"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_verify_sample", b"_verify_sample"]) -> typing.Literal["verify_sample"] | None: ...
 
 global___GetServerInfoResponse = GetServerInfoResponse
 

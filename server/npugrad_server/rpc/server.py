@@ -92,6 +92,7 @@ class ServerServicer:
             output_arena_used_bytes=stats.output_arena_used_bytes,
             front_requests_bytes=memory.requests_bytes,
             front_replies_bytes=memory.replies_bytes,
+            verify_sample=settings.verify_sample,
         )
 
     async def list_operators(

@@ -98,6 +98,7 @@ def test_info_tells_what_a_person_asks(server: ServerProcess) -> None:
     assert result.exit_code == 0
     for piece in (f"at {server.address}, product atlas-a2, serving", "cpu:0", "ready", "queue: 0 of"):
         assert piece in result.stdout
+    assert "results compared: NOT, but for calls with verify:" in result.stdout
 
 
 def test_info_is_json_for_scripts(server: ServerProcess) -> None:
