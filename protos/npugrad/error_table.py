@@ -7,6 +7,7 @@ are strings, so that the contract does not depend on grpc.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 DOMAIN = "npugrad"
 """`ErrorInfo.domain` of every error of this service."""
@@ -236,3 +237,74 @@ ERRORS: tuple[ErrorRow, ...] = (
 
 BY_CODE: dict[int, ErrorRow] = {row.code: row for row in ERRORS if row.code is not None}
 BY_REASON: dict[str, ErrorRow] = {row.reason: row for row in ERRORS}
+
+
+class BlameRule(NamedTuple):
+    """What a server concludes from a death of a worker, or from a result.
+
+    Attributes:
+        event: What happened.
+        evidence: What it shows.
+        who_pays: What follows, and for whom.
+        reasons: Reasons of errors that it may end with.
+    """
+
+    event: str
+    evidence: str
+    who_pays: str
+    reasons: tuple[str, ...]
+
+
+BLAME = (
+    BlameRule(
+        "a worker dies under calls",
+        "Nothing yet: nobody can tell who sent a signal. It may be the call that the failure names, that "
+        "exceeded its limit, or any of those that ran.",
+        "The tenant is suspect with the operator until these calls are answered, for at most 60 s or the "
+        "time of ten starts. Its calls of the operator wait, within their deadlines, for a device of their "
+        "own. If another tenant has calls, they leave it a device; the only device they may cost one start "
+        "in the time of ten. A call is tried three times in all.",
+        ("WORKER_LOST", "CIRCUIT_OPEN", "DEADLINE_EXCEEDED"),
+    ),
+    BlameRule(
+        "a worker dies under such an isolated call by SIGSEGV, SIGABRT, SIGBUS, SIGFPE, SIGILL, an exit or a "
+        "reported device failure, or because the call hangs",
+        "Two of them (--circuit-deaths), unless the calls were answered later.",
+        "A circuit breaker opens: the tenant's calls of this signature (operator, types, shapes, attributes, "
+        "options), waiting ones included, fail with CIRCUIT_OPEN for 10 s; after deaths under several "
+        "signatures all its calls of the operator do. Then one call at a time is let through; its outcome "
+        "closes the breaker or opens it again.",
+        ("WORKER_LOST", "CIRCUIT_OPEN"),
+    ),
+    BlameRule(
+        "a worker dies under an isolated call by SIGKILL or another signal that the server did not send",
+        "Four of them: half as much.",
+        "As above. The call itself is tried until its deadline.",
+        ("WORKER_LOST", "CIRCUIT_OPEN"),
+    ),
+    BlameRule(
+        "workers of two devices die within a second, under calls that ran at the same time",
+        "Nothing.",
+        "Nobody; these calls run again, one after the other.",
+        ("WORKER_LOST", "CIRCUIT_OPEN"),
+    ),
+    BlameRule(
+        "a worker dies under a single call that another device then completes",
+        "That death.",
+        "The device: more than --max-respawns in a row take it down.",
+        ("NO_DEVICE",),
+    ),
+    BlameRule(
+        "a result differs from the reference, and the CPU path's agrees with it",
+        "Two of them within ten minutes, or of wrong canaries.",
+        "The device is quarantined; its calls run elsewhere.",
+        ("VERIFICATION_FAILED", "NO_DEVICE"),
+    ),
+    BlameRule(
+        "a result differs from the reference, and the CPU path's as well",
+        "Nothing: such values lose more digits than the tolerance allows.",
+        "Nobody; the log and npugrad_compared_results_total call it tolerance.",
+        ("VERIFICATION_FAILED",),
+    ),
+)
+"""Who is to blame, by evidence, in the order of the documentation."""

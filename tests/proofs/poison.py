@@ -4,21 +4,27 @@ A neighbour calls one operator, first alone, then beside a caller whose calls of
 worker that takes them. From the same address, with another signature: at once, after their caller has gone,
 or by hanging until their grace is over. As another tenant: with the neighbour's signature; or with a new one
 each time, on devices that take a second or a minute to open, or on one device. Every device has to serve
-again soon after that caller stops. The devices are simulated.
+again soon after that caller stops. And workers that are killed from outside, often both at once, cost no call
+of several callers with the client's default retries. The devices are simulated.
 """
 
 from __future__ import annotations
 
 import itertools
+import os
+import random
+import signal
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from tests.calls import sample
+from tests.e2e.harness import workers_of
 from tests.fix_server import ServerProcess, run_server
 from tests.proofs.callers import TIMEOUT_S, Load, arguments, sdk, server_of_tenants
 from tests.proofs.proof import run, told, verdict
@@ -167,13 +173,67 @@ def proofs(folder: Path, ways: Sequence[str], seconds: float) -> Iterator[Poison
                 yield prove(server, name, seconds, (None, None))
 
 
+@dataclass(frozen=True)
+class Killed:
+    """What came of kills from outside, with what became of the callers' calls."""
+
+    kills: int
+    load: Load
+
+    @property
+    def is_harmless(self) -> bool:
+        """Whether no call was lost."""
+        return not self.load.failed
+
+    def __str__(self) -> str:
+        tries = max((each.answer.attempts for each in self.load.ended if not each.told), default=0)
+        return (
+            f"{self.kills} workers killed from outside: {self.load.failed.total()} of {self.load.calls} "
+            f"calls lost ({told(self.load.failed)}), at most {tries} attempts"
+        )
+
+
+def kill(folder: Path, kills: int, seed: int = 0) -> Killed:
+    """Kills so many workers of two devices, often both at once, while callers keep them busy."""
+    drawn, done = random.Random(seed), 0
+    flags = ("--log-level", "error", "--respawn-backoff-s", "0.05")
+    with (
+        run_server(folder / "killed.log", *flags, devices="test:2?compute=1&ms=20") as server,
+        sdk([server.address]) as call,
+        Load(call, callers=8, pace_s=0) as load,
+    ):
+        load.wait_for(20)
+        while done < kills:
+            workers = workers_of(server.process.pid)
+            for pid in drawn.sample(workers, min(len(workers), drawn.choice([1, 2, 2]))):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+                    done += 1
+            load.wait_for(load.calls + drawn.randint(1, 60))
+        load.wait_for(load.calls + 20)
+    return Killed(done, load)
+
+
 def main(given: Any, folder: Path) -> bool:
-    """Prints one line."""
+    """Prints one line for calls that kill workers, and one for each run of kills from outside."""
+    harmless = []
+    for run_number in range(given.runs):
+        place = folder / f"kills{run_number}"
+        place.mkdir()
+        killed = kill(place, given.kills, run_number)
+        harmless.append(verdict(killed, killed.is_harmless))
     found = list(proofs(folder, given.ways, given.seconds))
     line = f"calls that kill workers, {given.seconds:g} s, deadline {DEADLINE_S:g} s (SIMULATED devices): "
     line += "; ".join(map(str, found))
-    return verdict(line, all(poisoning.is_contained for poisoning in found))
+    return verdict(line, all(poisoning.is_contained for poisoning in found)) and all(harmless)
 
 
 if __name__ == "__main__":
-    run(main, __doc__, seconds=(30.0, "of either part"), ways=(WAYS, "how workers die"))
+    run(
+        main,
+        __doc__,
+        seconds=(30.0, "of either part"),
+        ways=(WAYS, "how workers die"),
+        kills=(64, "workers killed from outside in each run"),
+        runs=(5, "of kills"),
+    )

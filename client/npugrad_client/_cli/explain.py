@@ -12,7 +12,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from npugrad.error_table import BY_CODE, BY_REASON, ErrorRow
+from npugrad.error_table import BLAME, BY_CODE, BY_REASON, BlameRule, ErrorRow
 from npugrad.operator import AttrParam, Constraint, OpRecord, TensorParam
 from npugrad.ops import OPERATORS
 from npugrad_client._cli import json_answers
@@ -179,7 +179,8 @@ def _code_text(row: ErrorRow) -> RenderableType:
     title = Text(f"{row.reason}: {number}", style="bold")
     facts = Text(f"{row.sentence} gRPC status {row.grpc_status}; {retry}.")
     if row.code is None:
-        return Group(title, facts)
+        blame = [rule for rule in BLAME if row.reason in rule.reasons]
+        return Group(*_spaced([Group(title, facts), *([_blame(blame)] if blame else [])]))
     groups = []
     for record in OPERATORS.values():
         rules = [c for c in record.constraints if c.code == row.code]
@@ -188,6 +189,14 @@ def _code_text(row: ErrorRow) -> RenderableType:
     if not groups:
         groups = [Group(Text("No documented constraint has this code; a device may return it."))]
     return Group(*_spaced([Group(title, facts), *groups]), *_legend(row.code))
+
+
+def _blame(rules: Sequence[BlameRule]) -> RenderableType:
+    """Who is to blame for what may end in an error."""
+    parts = [
+        Text(f"{rule.event}\n  evidence: {rule.evidence}\n  who pays: {rule.who_pays}") for rule in rules
+    ]
+    return Group(Text("Who is to blame", style="bold"), *parts)
 
 
 def _count(constraints: Sequence[Constraint]) -> str:

@@ -6,7 +6,7 @@ import math
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from npugrad.error_table import BY_CODE
+from npugrad.error_table import BLAME, BY_CODE
 from npugrad.operator import AttrParam
 from npugrad.ops import OPERATORS
 
@@ -71,7 +71,11 @@ def call(
 def error(row: ErrorRow) -> dict[str, Any]:
     """A row of the error table, and the constraints with its number."""
     rules = [(s, c) for s in OPERATORS.values() for c in s.constraints if row.code and c.code == row.code]
-    return {**asdict(row), "constraints": [constraint(record, rule) for record, rule in rules]}
+    return {
+        **asdict(row),
+        "blame": [rule._asdict() for rule in BLAME if row.reason in rule.reasons],
+        "constraints": [constraint(record, rule) for record, rule in rules],
+    }
 
 
 def operator(record: OpRecord) -> dict[str, Any]:

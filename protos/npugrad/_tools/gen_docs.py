@@ -19,7 +19,7 @@ from npugrad._tools.api_pages import MODULES as API_MODULES
 from npugrad._tools.api_pages import table as api_table
 from npugrad._tools.command_reference import commands
 from npugrad._tools.metrics_table import all_metrics
-from npugrad.error_table import ERRORS
+from npugrad.error_table import BLAME, ERRORS
 from npugrad.generators import GENERATORS
 from npugrad.operator import AttrParam, TensorParam
 from npugrad.ops import OPERATORS
@@ -185,6 +185,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "generators": generators,
     "draws": draws,
     "errors": errors,
+    "blame": lambda: _table(("event", "evidence", "who pays"), [rule[:3] for rule in BLAME]),
     "error_tree": error_tree,
     "settings": settings,
     "metrics": metrics,
