@@ -27,15 +27,8 @@ if TYPE_CHECKING:
     from npugrad_client._arrays import Operand
 
 _SHOWN = (
-    "version",
-    "product",
-    "draining",
-    "uptime_s",
-    "queue_depth",
-    "accepted_calls",
-    "input_arena_used_bytes",
-    "output_arena_used_bytes",
-    "verify_sample",
+    *("version", "product", "draining", "uptime_s", "queue_depth", "accepted_calls"),
+    *("input_arena_used_bytes", "output_arena_used_bytes", "verify_sample"),
 )
 """Fields of `ServerInfo` that a notebook shows as they are."""
 SERVER_INFO_REQUEST = server_pb2.GetServerInfoRequest()
@@ -108,8 +101,7 @@ class ServerInfo:
         accepted_calls: Calls admitted since it started.
         input_arena_used_bytes: Bytes of operands currently held.
         output_arena_used_bytes: Bytes of results currently held.
-        verify_sample: Fraction of calls without `verify` whose results it compares with the reference; None
-            if it does not say.
+        verify_sample: Fraction of calls that it verifies without being asked; None if it does not say.
     """
 
     version: str

@@ -234,8 +234,8 @@ class BlameWorld(SchedulerWorld):
 
     def _crime(self, call: Call) -> str:
         """What a call does to its worker; empty for nothing."""
-        plan = call.request.plan
-        return self.crime if plan is not None and plan.signature.startswith(b"guilty") else ""
+        signature = None if call.request.plan is None else call.request.plan.signature
+        return self.crime if isinstance(signature, bytes) and signature.startswith(b"guilty") else ""
 
     def _answerable(self) -> list[int]:
         return [number for number in super()._answerable() if not self._crime(self.calls[number])]
