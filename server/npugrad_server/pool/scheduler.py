@@ -166,7 +166,6 @@ class Scheduler:
         self._quarantine.opened(worker, canaries, now)
         if worker.ended_s is not None:
             self.circuits.opened(now - worker.ended_s)
-            worker.ended_s = None
         self._worker_lifecycle.opened(worker, out)
         self._worker_lifecycle.take_turns(now, out)
         self._dispatch(now, out)

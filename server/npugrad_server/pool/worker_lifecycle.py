@@ -129,7 +129,7 @@ class WorkerLifecycle:
 
     def opened(self, worker: WorkerState, out: list[Command]) -> None:
         """A process has opened its device."""
-        worker.opened, worker.alarm, worker.failed_spawns = True, None, 0
+        worker.opened, worker.alarm, worker.failed_spawns, worker.ended_s = True, None, 0, None
         self._change(worker, DeviceState.READY, "", out)
 
     def _stage_limit_s(self, worker: WorkerState) -> float:

@@ -76,6 +76,7 @@ class BlameWorld(SchedulerWorld):
         )
         running = [call.request.started_s for call in self._on(worker.index)]
         at = self.now if worker.ended_s is None else worker.ended_s
+        self.ended = at
         began, new = min(running, default=float("-inf")), []
         for request in worker.suspects():
             new.append(Died(request, at, worker.index, death, request.ran_isolated, cause))

@@ -162,6 +162,8 @@ class SchedulerWorld:
         self.damaged: set[int] = set()
         self.countable: Counter[int] = Counter()
         """Losses that may count against each device: those of idle processes, or under a single call."""
+        self.ended = 0.0
+        """When the last process ended that was lost."""
         self.opened: dict[Hashable, float] = {}
         """When circuits opened that did not close again."""
         self.streams = 0
@@ -213,7 +215,7 @@ class SchedulerWorld:
                 assert not call.suspect
             elif isinstance(command, CircuitChanged):
                 key = self._circuits(self.calls[command.call])[command.whole]
-                self.opened.update({key: self.now}) if command.deaths else self.opened.pop(key)
+                self.opened.update({key: self.ended}) if command.deaths else self.opened.pop(key)
             elif isinstance(command, PostponeCall):
                 self.calls[command.call].postponed += 1
             elif isinstance(command, TellWorker):

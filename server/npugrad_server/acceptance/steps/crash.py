@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import time
 from concurrent.futures import TimeoutError as FutureTimeout  # not the builtin before Python 3.11
@@ -70,7 +71,8 @@ def _killed_and_run_again(
 def _killed_and_told(device: SupervisedDevice, out: StepLog, long: LongCall, small: list[KnownJob]) -> None:
     watch, limit_s = Watch(device), device.start_limit_s
     running = device.submit(long.known.job)
-    _kill_in_the_middle(device, out, long, "with one try for each call")
+    # SIGKILL, which anybody may send, would use up no try.
+    _kill_in_the_middle(device, out, long, "with one try for each call", signal.SIGABRT)
     wrong, _ = _outcome(running, long.known, limit_s)
     out.check(
         "a call that may not be run again gets the documented error",
@@ -82,7 +84,13 @@ def _killed_and_told(device: SupervisedDevice, out: StepLog, long: LongCall, sma
     _check_next(device, out, small, "killed, with one try for each call")
 
 
-def _kill_in_the_middle(device: SupervisedDevice, out: StepLog, long: LongCall, what: str) -> None:
+def _kill_in_the_middle(
+    device: SupervisedDevice,
+    out: StepLog,
+    long: LongCall,
+    what: str,
+    number: signal.Signals = signal.SIGKILL,
+) -> None:
     time.sleep(long.run_s / _SHARE)
     status = device.status()
     calls = device.on_loop(lambda: device.pool.stats().running)
@@ -94,7 +102,8 @@ def _kill_in_the_middle(device: SupervisedDevice, out: StepLog, long: LongCall, 
         f"{long.run_s / _SHARE:.2g} s into a call that takes {long.run_s:.2g} s",
     )
     if status.pid is not None:
-        os.kill(status.pid, signal.SIGKILL)
+        resource.prlimit(status.pid, resource.RLIMIT_CORE, (0, 0))
+        os.kill(status.pid, number)
 
 
 def _outcome(future: Running, job: KnownJob, limit_s: float) -> tuple[str, ExecutionInfo | None]:
