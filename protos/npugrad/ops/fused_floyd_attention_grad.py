@@ -28,14 +28,15 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from npugrad.operator import VendorCode
+    from npugrad.page import DTypes
 
 DOCUMENT = "aclnnFusedFloydAttentionGrad"
 PRODUCTS = (Product.ATLAS_A2, Product.ATLAS_A3)
 LIKE = {"dq": "query", "dk1": "key1", "dv1": "value1", "dk2": "key2", "dv2": "value2"}
 """The input of which each output is the gradient."""
-_HALF = dict.fromkeys(PRODUCTS, (DType.FLOAT16, DType.BFLOAT16))
-_FLOAT = dict.fromkeys(PRODUCTS, (DType.FLOAT32,))
-_MASK = dict.fromkeys(PRODUCTS, (DType.BOOL, DType.UINT8))
+_HALF: DTypes = dict.fromkeys(PRODUCTS, (DType.FLOAT16, DType.BFLOAT16))
+_FLOAT: DTypes = dict.fromkeys(PRODUCTS, (DType.FLOAT32,))
+_MASK: DTypes = dict.fromkeys(PRODUCTS, (DType.BOOL, DType.UINT8))
 _QUERIES, _KEYS1, _KEYS2 = "batch heads n m head_dim", "batch heads n k head_dim", "batch heads k m head_dim"
 _STATISTICS = f"batch heads n m {STATISTICS_REPEATS}"
 

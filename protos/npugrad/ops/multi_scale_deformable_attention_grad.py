@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from npugrad.operator import Arrays, VendorCode
+    from npugrad.page import DTypes
 
 NAME = "aclnnMultiScaleDeformableAttentionGrad"
 EDITIONS = (f"{NAME} (A2 edition)", f"{NAME} (A2/A3 edition)")
@@ -45,8 +46,8 @@ def _flat_heads(meta: TensorMeta) -> tuple[int, ...]:
     return (*meta.shape[:2], math.prod(meta.shape[2:]))
 
 
-FLOATS = dict.fromkeys(PRODUCTS, (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16))
-INDICES = dict.fromkeys(PRODUCTS, (DType.INT32, DType.INT64))
+FLOATS: DTypes = dict.fromkeys(PRODUCTS, (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16))
+INDICES: DTypes = dict.fromkeys(PRODUCTS, (DType.INT32, DType.INT64))
 
 p = Page(NAME, "ops-nn", dict(zip(PRODUCTS, EDITIONS, strict=True)), editions=EDITIONS)
 p.input(
