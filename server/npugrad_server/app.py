@@ -1,8 +1,7 @@
 """The composition root: the only place that wires settings, pool, services and signals together.
 
-Start: bind the ports, start a worker for each device, serve, announce it once a device is ready. End: after
-the first SIGTERM or SIGINT (see `App.drain`) calls in progress finish; a second signal ends them at once. At
-a SIGHUP the files of tenants and TLS are read again.
+Start: bind ports, start workers, serve, announce it once a device is ready. SIGTERM or SIGINT: calls in
+progress finish (see `App.drain`), a second one ends them at once. SIGHUP: tenants and TLS files are read.
 """
 
 from __future__ import annotations
