@@ -116,11 +116,12 @@ class Page:
         **extra: Any,
     ) -> None:
         """An output with dtype and shape of an input, or as `meta` says; it has a bit of the mask, if any."""
+        own = extra.get("dtypes")
         bit = len(self._metas) if MASK in self.params else None
         extra = {"dtypes": self.tensor(like).dtypes, "doc": doc, "masked_by": bit, **extra}
         self._tensor(name, "output", extra)
         self._bits[name] = bit
-        self._metas[name] = meta or (lambda call: self._alike(call, name, like))
+        self._metas[name] = meta or (lambda call: self._alike(call, like, own))
 
     def attr(self, name: str, kind: AttrType, doc: str, **extra: Any) -> None:
         """An attribute; `extra` is the rest of `AttrParam`."""
@@ -142,12 +143,13 @@ class Page:
         assert isinstance(param, TensorParam), name
         return param
 
-    def _alike(self, call: CallMeta, name: str, like: str) -> TensorMeta:
+    def _alike(self, call: CallMeta, like: str, dtypes: DTypes | None) -> TensorMeta:
         """What an output is inferred to be: like an input, in its own first type if it lacks the input's."""
-        meta, dtypes = call.tensor(like), self.tensor(name).dtypes.get(call.product)
+        meta = call.tensor(like)
         if self.keeps_format:
             return meta
-        return TensorMeta(meta.dtype if not dtypes or meta.dtype in dtypes else dtypes[0], meta.shape)
+        own = (dtypes or {}).get(call.product) or (meta.dtype,)
+        return TensorMeta(meta.dtype if meta.dtype in own else own[0], meta.shape)
 
     @property
     def inputs(self) -> list[TensorParam]:

@@ -29,7 +29,7 @@ from npugrad_server.pool import DevicePool, keep_reaping
 from npugrad_server.pool.types import WORKER_MODULE
 from npugrad_server.rpc.certificates import LiveCertificates, told
 from npugrad_server.rpc.front_limits import FrontLimits
-from npugrad_server.rpc.front_memory import FrontMemory
+from npugrad_server.rpc.front_memory import FrontMemory, keep_giving_back
 from npugrad_server.rpc.front_metrics import FrontCollector
 from npugrad_server.rpc.funnel import Funnel
 from npugrad_server.rpc.health import Health, register_health, register_reflection
@@ -51,7 +51,6 @@ from npugrad_server.start_checks import (
 )
 from npugrad_server.tenants import TenantsError
 from npugrad_server.tls import TlsFilesError
-from npugrad_server.worker.memory import keep_giving_back
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine

@@ -34,6 +34,7 @@ from npugrad.errors import DeadlineExceeded, ServerBusy
 from npugrad_server.rpc.connections import UnixConnections, end_connections
 from npugrad_server.rpc.front_limits import FrontLimits as FrontLimits
 from npugrad_server.rpc.refusals import RareLog
+from npugrad_server.worker.memory import anonymous_bytes, give_back_freed_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -58,6 +59,8 @@ _TENANT_PART = 0.75
 """Fraction of the memory that one tenant may have, so that others find some."""
 _MOVED_PART = 0.5
 """Fraction of the memory for results that left their device's arena unread: other calls need some as well."""
+_IDLE_BYTES, _LOOKS, _LOOK_S = 2**25, 20, 0.5
+"""So many bytes that were in use at none of so many looks are given back."""
 _TICK_S = 0.5
 _ENDED_AT_ONCE = 16
 """Calls that are ended in one go: hundreds of them would hold up everybody's."""
@@ -335,3 +338,19 @@ def _slow(call: RpcCall) -> ServerBusy:
     name = call.operator or call.method
     text = f"{name}: the stream is slower than the minimum rate, and memory is short"
     return ServerBusy(text, retry_after_s=1.0, operator=call.operator)
+
+
+async def keep_giving_back(used_bytes: Callable[[], int]) -> None:
+    """Until cancelled, gives freed memory back once more than 32 MiB of it was not needed for 10 s.
+
+    Args:
+        used_bytes: Tells how much of it callers use.
+    """
+    first_bytes = anonymous_bytes()
+    while True:
+        most_bytes = 0
+        for _ in range(_LOOKS):
+            await asyncio.sleep(_LOOK_S)
+            most_bytes = max(most_bytes, used_bytes())
+        if anonymous_bytes() - first_bytes - most_bytes > _IDLE_BYTES:
+            await asyncio.to_thread(give_back_freed_memory)

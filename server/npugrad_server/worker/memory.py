@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 _KEPT_BYTES = 2**25 - 2**16
 _M_ARENA_MAX = -8
 """From glibc's malloc.h."""
 _STATM = Path("/proc/self/statm")
-_IDLE_BYTES, _LOOKS, _LOOK_S = 2**25, 20, 0.5
-"""So many bytes that were in use at none of so many looks are given back."""
 
 
 def keep_freed_memory() -> None:
@@ -63,19 +56,3 @@ def give_back_freed_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
-
-
-async def keep_giving_back(used_bytes: Callable[[], int]) -> None:
-    """Until cancelled, gives freed memory back once more than 32 MiB of it was not needed for 10 s.
-
-    Args:
-        used_bytes: Tells how much of it callers use.
-    """
-    first_bytes = anonymous_bytes()
-    while True:
-        most_bytes = 0
-        for _ in range(_LOOKS):
-            await asyncio.sleep(_LOOK_S)
-            most_bytes = max(most_bytes, used_bytes())
-        if anonymous_bytes() - first_bytes - most_bytes > _IDLE_BYTES:
-            await asyncio.to_thread(give_back_freed_memory)

@@ -25,7 +25,7 @@ SERVER: Mapping[str, Sequence[str]] = {
     "copy_in": ["npugrad_server.worker.execute:arrays"],
     "run": ["npugrad_server.backends.test:TestBackend.run"],
     "copy_out": ["npugrad_server.backends.test:TestBackend.run"],
-    "verify": ["npugrad_server.worker.verifier:_verify"],
+    "verify": ["npugrad_server.worker.verifier:Verifier._compare"],
     "encode": ["npugrad.codec:encode_info", "npugrad_server.dispatch:encode_info"],
     "send_back": ["npugrad_server.rpc.streaming:Frames.write"],
 }

@@ -58,13 +58,14 @@ print(found[-1] - found[0])
 # Many blocks that are freed below one that stays, so that none goes back by itself.
 _FREED = """
 import asyncio, sys
+from npugrad_server.rpc import front_memory
 from npugrad_server.worker import memory
 memory.keep_freed_memory()
-memory._LOOK_S = 0.0
+front_memory._LOOK_S = 0.0
 async def main():
     before = memory.anonymous_bytes()
     used = int(sys.argv[1])
-    giving = asyncio.create_task(memory.keep_giving_back(lambda: used))
+    giving = asyncio.create_task(front_memory.keep_giving_back(lambda: used))
     await asyncio.sleep(0)
     blocks = [b"x" * 2**16 for _ in range(1000)]
     last = b"x" * 2**16
