@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     """Another description of the operand of that name."""
 
 TYPES = (DType.INT32, DType.INT16, DType.FLOAT64, DType.FLOAT16, DType.FLOAT32, DType.BFLOAT16)
-FORMATS = (Format.NCHW, Format.FRACTAL_NZ, Format.NDHWC)
+FORMATS = (Format.FRACTAL_NZ, Format.NCHW, Format.NDHWC)
+"""The vendor's checks refuse the first where they refuse any."""
 
 
 def breaks_only(name: str, constraints: Mapping[str, Constraint], call: CallMeta) -> bool:
@@ -97,9 +98,9 @@ def edited(
     return candidates
 
 
-def retyped() -> Iterator[Edit]:
-    """Other types."""
-    return (partial(_described, dtype=dtype) for dtype in TYPES)
+def retyped(first: Iterable[DType] = ()) -> Iterator[Edit]:
+    """Other types, some of them first."""
+    return (partial(_described, dtype=dtype) for dtype in (*first, *TYPES))
 
 
 def stored() -> Iterator[Edit]:
@@ -123,12 +124,12 @@ def _described(
 
 
 def reranked() -> Iterator[Edit]:
-    """Other ranks, most of them of as many elements."""
+    """Other ranks, with as many elements."""
     return reshaped(
         lambda shape: (*shape, 1),
         lambda shape: (*shape, 1, 1),
         lambda shape: (*shape, *(1,) * 9),
-        lambda shape: () if shape == (1,) * len(shape) else shape[1:],
+        lambda shape: () if set(shape) <= {1} else shape,
     )
 
 
