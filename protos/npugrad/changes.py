@@ -126,10 +126,10 @@ def _described(
 def reranked() -> Iterator[Edit]:
     """Other ranks, with as many elements."""
     return reshaped(
+        lambda shape: () if set(shape) <= {1} else shape,
         lambda shape: (*shape, 1),
         lambda shape: (*shape, 1, 1),
         lambda shape: (*shape, *(1,) * 9),
-        lambda shape: () if set(shape) <= {1} else shape,
     )
 
 

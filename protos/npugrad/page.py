@@ -300,20 +300,24 @@ class Page:
             found = (each for each in candidates(call) if self._breaks_only(identifier, each))
             if not callable(vendor):
                 return next(found, None)
-            # The vendor's codes take turns, so that samples of different text show all of them.
-            by_code = {vendor(each): each for each in found}
-            codes = sorted(by_code, key=str)
-            return by_code[codes[len(call.summary) % len(codes)]] if codes else None
+            # Where changes differ in the vendor's code, samples of different types show all of them.
+            by_code = {vendor(each): each for each in reversed(list(found))}
+            return [*reversed(by_code.values())][self._turn(call) % len(by_code)] if by_code else None
 
         return violate
 
+    def _turn(self, call: CallMeta) -> int:
+        """Place of the first input's type among those that it has on the call's product."""
+        name, meta = next(iter(call.inputs.items()))
+        dtypes = self.tensor(name).dtypes.get(call.product, ())
+        return dtypes.index(meta.dtype) if meta and meta.dtype in dtypes else 0
+
     def _breaks_only(self, name: str, call: CallMeta) -> bool:
-        if self.accepts_unchecked(call):
-            return False
         if call.product not in self._applying:
             constraints = (each for each in self._constraints.values() if each.applies(call.product))
             self._applying[call.product] = {each.id: each for each in constraints}
-        return changes.breaks_only(name, self._applying[call.product], call)
+        applying = self._applying[call.product]
+        return not self.accepts_unchecked(call) and changes.breaks_only(name, applying, call)
 
     def edited(self, name: str, edits: Iterator[changes.Edit]) -> changes.Candidates:
         """Edits an operand alone, or with those that follow it, or all inputs alike."""
