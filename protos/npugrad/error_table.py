@@ -260,10 +260,11 @@ BLAME = (
         "a worker dies under calls",
         "Nothing yet: nobody can tell who sent a signal. It may be the call that the failure names, that "
         "exceeded its limit, or any of those that ran.",
-        "The tenant is suspect with the operator until these calls are answered, for at most 60 s or the "
-        "time of ten starts. Its calls of the operator wait, within their deadlines, for a device of their "
-        "own. If another tenant has calls, they leave it a device; the only device they may cost one start "
-        "in the time of ten. A call is tried three times in all.",
+        "The tenant is suspect with the operator until these calls are answered, for at most 60 s, or the "
+        "time that ten starts of a device take if that is longer. Its calls of the operator wait, within "
+        "their deadlines, for a device of their own. If another tenant has calls, they leave it a device; "
+        "where there is only one, they may cost it one start in the time that ten take. A call is tried "
+        "three times in all.",
         ("WORKER_LOST", "CIRCUIT_OPEN", "DEADLINE_EXCEEDED"),
     ),
     BlameRule(
@@ -278,7 +279,7 @@ BLAME = (
     ),
     BlameRule(
         "a worker dies under an isolated call by SIGKILL or another signal that the server did not send",
-        "Four of them: half as much.",
+        "Four of them: each counts half as much as one of those above.",
         "As above. The call itself is tried until its deadline.",
         ("WORKER_LOST", "CIRCUIT_OPEN"),
     ),
@@ -290,7 +291,7 @@ BLAME = (
     ),
     BlameRule(
         "a worker dies under a single call that another device then completes",
-        "That death.",
+        "The call was not the cause.",
         "The device: more than --max-respawns in a row take it down.",
         ("NO_DEVICE",),
     ),

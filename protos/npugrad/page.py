@@ -116,8 +116,7 @@ class Page:
         **extra: Any,
     ) -> None:
         """An output with dtype and shape of an input, or as `meta` says; it has a bit of the mask, if any."""
-        own = extra.get("dtypes")
-        bit = len(self._metas) if MASK in self.params else None
+        own, bit = extra.get("dtypes"), len(self._metas) if MASK in self.params else None
         extra = {"dtypes": self.tensor(like).dtypes, "doc": doc, "masked_by": bit, **extra}
         self._tensor(name, "output", extra)
         self._bits[name] = bit
@@ -129,9 +128,8 @@ class Page:
         self.params[name] = AttrParam(name=name, type=kind, doc=doc, **extra)
 
     def _tensor(self, name: str, role: Literal["input", "output"], extra: dict[str, Any]) -> None:
-        order = extra.pop("order", None)
-        extra = {"c_name": camel_case(name), **extra}
-        self.params[name] = TensorParam(name=name, role=role, axes=order, **extra)
+        extra = {"c_name": camel_case(name), "axes": extra.pop("order", None), **extra}
+        self.params[name] = TensorParam(name=name, role=role, **extra)
 
     def sizes(self, names: str, *, of: str) -> None:
         """Which input defines sizes: the others that have them are compared with it."""
@@ -361,7 +359,9 @@ class Page:
         found = [each for each in self._followers.get(name, ()) if not self.is_output(each)]
         return [name, *chain.from_iterable(map(self._with_followers, found))]
 
-    def lenient(self, reason: str, *, check: Numbers = None, entry: Numbers = None, name: str = "") -> None:
+    def not_expressible(
+        self, reason: str, *, check: Numbers = None, entry: Numbers = None, name: str = ""
+    ) -> None:
         """A part of the page, or a check, that no call can break, and why."""
         sources = (
             *(self._check(number) for number in _numbers(check, 0)),

@@ -60,9 +60,7 @@ CASES: list[tuple[Kind, str, CallMeta, str, str]] = [
     (r.same_dtype("like_x"), "x", CHANGED, "dtype float16", "float32, the dtype of like_x"),
     (r.format_in(Format.ND), "x", CHANGED, "format NCHW", "ND"),
     (r.format_not(Format.NCHW), "x", CHANGED, "format NCHW", "another format, such as ND"),
-    (r.rank_in(1, 2), "like_x", CALL, "rank 3, shape [2, 3, 4]", "rank 1 to 2"),
     (r.has_axes, "flat", CALL.with_inputs(flat=X), "rank 3, shape [2, 3, 4]", "rank 1"),
-    (r.count("n*groups"), "flat", CALL, "24 elements, shape [24]", "n*groups = 18 elements"),
     (r.same_shape("like_x"), "x", CHANGED, "shape [2, 5, 4]", "[2, 3, 4], the shape of like_x"),
     (r.of_sizes, "like_x", CHANGED, "shape [2, 3, 4]", "[2, 5, 4], (rows, columns, 4) of x"),
     (r.same_size("columns"), "like_x", CHANGED, "3 on axis 1 of shape [2, 3, 4]", "5, as on axis 1 of x"),
@@ -81,14 +79,17 @@ CASES: list[tuple[Kind, str, CallMeta, str, str]] = [
     (r.one_of_choices(), "mode", CALL.with_attrs(mode=6), "6", "0 (bilinear) or 1 (nearest)"),
     (r.at_least(1, "positive"), "n", CALL.with_attrs(n=0), "0", "above 0"),
 ]
-UNCHANGEABLE = [
+# The call breaks these from the start, or only the record knows what does.
+ONLY_CHECKED = [
+    (r.rank_in(1, 2), "like_x", CALL, "rank 3, shape [2, 3, 4]", "rank 1 to 2"),
+    (r.count("n*groups"), "flat", CALL, "24 elements, shape [24]", "n*groups = 18 elements"),
     (r.at_most(5, "limit"), "n", CALL, "6", "at most 5"),
     (r.at_most(1, "per", per="groups"), "n", CALL, "n / groups = 2", "at most 1"),
     (r.divisible_by("groups"), "n", CALL.with_attrs(n=7), "n 7, groups 3", "n divisible by groups"),
 ]
 
 
-@pytest.mark.parametrize("case", CASES + UNCHANGEABLE, ids=lambda case: case[1])
+@pytest.mark.parametrize("case", CASES + ONLY_CHECKED, ids=lambda case: case[1])
 def test_a_rule_tells_what_it_found_and_expected(
     page: Page, case: tuple[Kind, str, CallMeta, str, str]
 ) -> None:
@@ -101,8 +102,7 @@ def test_a_rule_tells_what_it_found_and_expected(
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case[1])
 def test_a_kind_breaks_its_rule_alone(page: Page, case: tuple[Kind, str, CallMeta, str, str]) -> None:
     constraint = added(page, case[0], case[1])
-    if constraint.check(CALL) is not None:
-        return  # the call is not legal to begin with
+    assert constraint.check(CALL) is None
     broken = constraint.violate(CALL)
     assert broken is not None
     assert constraint.check(broken) is not None

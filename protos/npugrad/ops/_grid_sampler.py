@@ -103,12 +103,14 @@ def page(
     return p
 
 
-def lenient(p: Page, empty: int) -> None:
+def not_expressible(p: Page, empty: int) -> None:
     """What no call can break; `empty` is the number of the check of empty operands."""
-    p.lenient("workspaceSize and executor are created by the service, never null", check=1)
-    p.lenient("a null outputMask is no error: status 0, nothing checked, nothing returned", check=2)
-    p.lenient("empty operands and all-false masks are no error; wanted outputs are zeros", check=empty)
-    p.lenient("both values of a bool are legal", name="align_corners")
+    p.not_expressible("workspaceSize and executor are created by the service, never null", check=1)
+    p.not_expressible("a null outputMask is no error: status 0, nothing checked, nothing returned", check=2)
+    p.not_expressible(
+        "empty operands and all-false masks are no error; wanted outputs are zeros", check=empty
+    )
+    p.not_expressible("both values of a bool are legal", name="align_corners")
 
 
 def reads(call: CallMeta) -> Mapping[str, tuple[str, ...]]:

@@ -265,11 +265,11 @@ p.rule(rules.of_sizes, "softmax_sum softmax_max", entry=13, check=13, **_TILING)
 for _name, _like in LIKE.items():
     p.rule(rules.same_shape(_like), _name, **_UNCHECKED)
 
-p.lenient("workspaceSize and executor are created by the service, never null", check=2)
-p.lenient("no operand breaks it; the deterministic option is refused for the operator", entry=1)
-p.lenient("versions of the packages on the server, which its own check looks at", entry=2)
-p.lenient("advice: from M*D or K*D of 65536 on the operator is slow, but right", entry=15)
-p.lenient("every double is legal, and none can be null", name="scale_value")
+p.not_expressible("workspaceSize and executor are created by the service, never null", check=2)
+p.not_expressible("no operand breaks it; the deterministic option is refused for the operator", entry=1)
+p.not_expressible("versions of the packages on the server, which its own check looks at", entry=2)
+p.not_expressible("advice: from M*D or K*D of 65536 on the operator is slow, but right", entry=15)
+p.not_expressible("every double is legal, and none can be null", name="scale_value")
 
 _SCORED = ("query", "key1", "key2", "dy", "atten_mask", "softmax_max", "softmax_sum")
 _READS = {name: _SCORED if name in ("dv1", "dv2") else tuple(each.name for each in p.inputs) for name in LIKE}

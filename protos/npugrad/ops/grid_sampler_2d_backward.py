@@ -135,7 +135,7 @@ p.rule(rules.last_axis(2, "coordinates", "x and y"), "grid", row=9, check=11)
 p.rule(rules.same_shape("input"), "input_grad", row=10, check=12)
 p.rule(rules.same_shape("grid"), "grid_grad", row=10, check=12)
 p.rule(rules.entries(2), "output_mask", check=13, pick=_grid_sampler.MASK_PICK)
-_grid_sampler.lenient(p, empty=14)
+_grid_sampler.not_expressible(p, empty=14)
 
 
 GRID_SAMPLER_2D_BACKWARD = p.record(

@@ -205,8 +205,8 @@ p.rule(
     pick="The document excepts NDHWC for DOUBLE, and gives no code; the vendor's source accepts it. "
     "npugrad: 161002.",
 )
-_grid_sampler.lenient(p, empty=17)
-p.lenient("determinism is an option of the call, not a precondition", entry=1)
+_grid_sampler.not_expressible(p, empty=17)
+p.not_expressible("determinism is an option of the call, not a precondition", entry=1)
 
 
 def _determinism_check(call: CallMeta, release: CannRelease | None) -> str | None:

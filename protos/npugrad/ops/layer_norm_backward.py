@@ -317,10 +317,10 @@ for _name in ("grad_weight", "grad_bias"):
     )
 p.rule(rules.format_in(Format.ND), f"{_INPUTS} {_OUTPUTS}", **_SAID)
 
-p.lenient("workspaceSize and executor are created by the service, never null", check=1)
-p.lenient("masks without a true are no error, after every check", check=19)
-p.lenient("empty operands, which the page does not support, are no error: zeros", check=20)
-p.lenient("the operator is deterministic by default", entry=2)
+p.not_expressible("workspaceSize and executor are created by the service, never null", check=1)
+p.not_expressible("masks without a true are no error, after every check", check=19)
+p.not_expressible("empty operands, which the page does not support, are no error: zeros", check=20)
+p.not_expressible("the operator is deterministic by default", entry=2)
 
 
 def _samples(product: Product) -> Iterator[Sample]:

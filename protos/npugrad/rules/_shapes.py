@@ -112,11 +112,8 @@ def _on_axis(page: Page, name: str, size: str, judge: Callable[[CallMeta, int], 
         arranged, note = page.arranged(call)
         shape = arranged.tensor(name).shape
         expected = judge(arranged, shape[axis])
-        return (
-            Finding(f"{shape[axis]} on axis {axis} of shape {shape_text(shape)}{note}", expected)
-            if expected
-            else None
-        )
+        found = f"{shape[axis]} on axis {axis} of shape {shape_text(shape)}{note}"
+        return Finding(found, expected) if expected else None
 
     return check
 
