@@ -162,7 +162,7 @@ class BlameWorld(SchedulerWorld):
         ]
         others = [w for w in devices if w is not worker]
         if not others:
-            held = self._against(owner)
+            held = [died for died in self._against(owner) if not died.is_stale]
             last_s = max(died.at for died in held)
             is_paced = sum(died.weight for died in held) < 2 or (
                 self.now >= last_s + PACE * self.scheduler.circuits.opening_s
