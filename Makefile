@@ -427,6 +427,9 @@ new-operator: $(STAMP_TOOLS) ## Scaffold another operator from the vendor's page
 	$(BIN)/python -m npugrad._tools.new_operator $(PAGE)
 	$(MAKE) gen
 
+facts: $(STAMP_TOOLS) ## Write what the vendor's pages say: RELEASE=9.1.0 PAGES="ops-nn=../ops-nn ops-cv=../ops-cv"
+	$(BIN)/python -m npugrad._tools.page_facts $(RELEASE) $(PAGES)
+
 chart: $(STAMP_TOOLS) ## Print the objects of the chart without Helm: PROFILE=hami ARGS="--values mine.yaml --namespace ml"
 	@$(BIN)/python $(TOOLS)/gen_manifests.py --profile '$(PROFILE)' $(ARGS)
 
@@ -439,4 +442,4 @@ check-release: $(STAMP) $(STAMP_SUPPLY) ## Write the image's bill of materials, 
 
 baseline: $(STAMP) ## Record the current protos as the compatibility baseline
 	$(BIN)/buf build protos --exclude-source-info --output protos/baseline.binpb
-.PHONY: gen gen-protos gen-records new-operator chart baseline
+.PHONY: gen gen-protos gen-records new-operator facts chart baseline

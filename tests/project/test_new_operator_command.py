@@ -102,18 +102,47 @@ def test_attributes_exceptions_and_rows_that_span_are_read() -> None:
 
 
 @pytest.mark.parametrize(
-    ("parameter", "complaint"),
+    ("old", "new", "complaint"),
     [
-        ("const aclTensorList* x", "x: found aclTensorList[*]; expected one of aclTensor[*], int64_t"),
-        ("const aclTensor* x", "found no output; expected a table of parameters"),
+        ("aclnnStatus", "Status", "found no C prototype; expected one of aclnn...GetWorkspaceSize(...)"),
+        ("const aclTensor* gradOut", "const aclTensorList* x", "x: found aclTensorList*; expected one of "),
+        (
+            "const aclTensor* gradOut",
+            "aclTensor",
+            "found the parameter 'aclTensor'; expected a type and a name",
+        ),
+        (
+            "参数名",
+            "Name",
+            "found no table of parameters of aclnnEveryKind2DBackwardGetWorkspaceSize; expected",
+        ),
+        ("产品支持情况", "产品", "table of products, line 2: found []; expected a mark"),
+        ("√ |", "|", "table of products, line 2: found ['Atlas A2 训练系列产品', '']; expected a mark"),
+        (
+            "<td>INT32",
+            "<td>INT33",
+            "table of parameters, line 3 (weightOptional): unknown dtype 'int33'; known ",
+        ),
+        (
+            "<td>INT32",
+            "<td>整数",
+            "table of parameters, line 3 (weightOptional): found the types '整数'; expected",
+        ),
+        (
+            "161001",
+            "16100",
+            "table of return codes, line 2: found ['NULLPTR', '16100', '空指针。']; expected a code",
+        ),
+        (
+            "不支持BFLOAT16",
+            "不支持BF16",
+            "note on gradOut、gradInputOut的数据类型: unknown dtype 'bf16'; known ",
+        ),
     ],
 )
-def test_a_page_that_cannot_be_read_is_refused(parameter: str, complaint: str) -> None:
-    made = "uint64_t* workspaceSize, aclOpExecutor** executor"
-    with pytest.raises(ValueError, match=complaint):
-        read_page(f"aclnnStatus aclnnXGetWorkspaceSize({parameter}, {made})")
-    with pytest.raises(ValueError, match="found no C prototype"):
-        read_page(parameter)
+def test_a_page_that_cannot_be_read_is_refused_by_table_and_line(old: str, new: str, complaint: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(complaint)):
+        read_page(EVERY_KIND.replace(old, new))
 
 
 def test_names_are_those_of_the_records() -> None:

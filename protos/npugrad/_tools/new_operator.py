@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from npugrad._tools.vendor_page import read_page, snake_case
+from npugrad.attributes import KINDS
 from npugrad.dtypes import DType
 from npugrad.ops import OPERATORS
 from npugrad.page import camel_case
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from npugrad._tools.vendor_page import Parameter, VendorPage
-    from npugrad.attributes import AttrType
 
 ROOT = Path(__file__).resolve().parents[3]
 _FILES = {
@@ -51,7 +51,7 @@ _LINES = (
     ("told", "CHANGELOG.md", r".*?## \[Unreleased\].*?### Added\n.*?\n(?=\n#)"),
 )
 """Each addition to an existing file: its name, the file, and a pattern of the text before it."""
-_ATTRIBUTES: dict[AttrType, tuple[str, str, str]] = {
+_ATTRIBUTES: dict[str, tuple[str, str, str]] = {
     "int64": ("optional int64", "int", "0"),
     "int32": ("optional int32", "int", "0"),
     "int8": ("optional int32", "int", "0"),
@@ -65,6 +65,7 @@ _ATTRIBUTES: dict[AttrType, tuple[str, str, str]] = {
     "scalar": ("Scalar", "Scalar | None", 'Scalar("float32", 1.0)'),
 }
 """For each kind of attribute: its field in a message, its type in Python and an example value."""
+_POINTERS = {kind for kind, row in KINDS.items() if row.is_pointer}
 _FLOATS = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
 
 
@@ -81,7 +82,7 @@ class _Operator:
         self.outputs = [p for p in self.params if p.is_output]
         self.inputs = [p for p in self.params if not p.kind and not p.is_output]
         self.required = [p for p in self.inputs if not p.is_optional]
-        self.pointers = [p for p in self.attrs if p.is_pointer and not p.is_optional]
+        self.pointers = [p for p in self.attrs if p.kind in _POINTERS and not p.is_optional]
         self.mask = next((p for p in self.attrs if p.name == "output_mask"), None)
         self.lacking = set(Product) - set(page.products)
         self.repository = page.repository or "TODO"

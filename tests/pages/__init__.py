@@ -1,0 +1,66 @@
+"""What the vendor's pages say, release by release, without their prose; `make facts` writes the files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from npugrad import DType, Product
+
+RELEASES = ("8.5.0", "9.0.0", "9.1.0", "9.2.0-beta.1", "9.2.0-beta.2")
+"""In order. The file of 9.1.0 has all backward operators, the others those that the service has."""
+
+
+@dataclass(frozen=True)
+class ParameterFacts:
+    """A parameter of the first phase; `type` is ``"tensor"`` or a kind of attribute."""
+
+    c_name: str
+    type: str
+    output: bool
+    optional: bool
+    dtypes: Mapping[Product, tuple[DType, ...]]
+    ranks: tuple[int, int] | None
+    formats: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """A page: where it stands, and what it says; `codes` counts the rows of each return code."""
+
+    name: str
+    repository: str
+    path: str
+    commit: str
+    sha256: str
+    products: tuple[Product, ...]
+    prototype: str
+    params: tuple[ParameterFacts, ...]
+    codes: Mapping[int, int]
+    constraints: int
+    determinism: str | None
+
+
+def _parameter(read: dict) -> ParameterFacts:
+    dtypes = {Product(name): tuple(map(DType, names)) for name, names in read["dtypes"].items()}
+    ranks = read["ranks"] and tuple(read["ranks"])
+    return ParameterFacts(**{**read, "dtypes": dtypes, "ranks": ranks, "formats": tuple(read["formats"])})
+
+
+def _facts(read: dict) -> Facts:
+    changed = {
+        "products": tuple(map(Product, read["products"])),
+        "params": tuple(map(_parameter, read["params"])),
+        "codes": {int(code): rows for code, rows in read["codes"].items()},
+    }
+    return Facts(**{**read, **changed})
+
+
+@cache
+def load(release: str) -> Mapping[str, Facts]:
+    """Pages of a release by the function's name, such as ``"aclnnSiluBackward"``."""
+    lines = Path(__file__).with_name(f"{release}.jsonl").read_text("utf-8").splitlines()
+    return {facts.name: facts for facts in map(_facts, map(json.loads, lines))}
