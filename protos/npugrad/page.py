@@ -16,6 +16,7 @@ from npugrad.error_table import PARAM_INVALID
 from npugrad.errors import Source
 from npugrad.generators import Draw
 from npugrad.meta import TensorMeta
+from npugrad.names import camel_case
 from npugrad.operator import AttrParam, Constraint, NotExpressible, OpRecord, TensorParam
 
 if TYPE_CHECKING:
@@ -392,9 +393,3 @@ class Page:
 def _numbers(numbers: Numbers, place: int) -> tuple[int, ...]:
     chosen = numbers[place] if isinstance(numbers, list) else numbers
     return () if chosen is None else chosen if isinstance(chosen, tuple) else (chosen,)
-
-
-def camel_case(name: str) -> str:
-    """``gradOut`` of ``grad_out``."""
-    first, *others = name.split("_")
-    return first + "".join(map(str.capitalize, others))

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from npugrad import OPERATORS, DType, Product
-from npugrad._tools.vendor_page import VendorPage, read_page, snake_case
+from npugrad._tools.vendor_page import VendorPage, read_page
 from npugrad.attributes import KINDS
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -143,19 +143,6 @@ def test_attributes_exceptions_and_rows_that_span_are_read() -> None:
 def test_a_page_that_cannot_be_read_is_refused_by_table_and_line(old: str, new: str, complaint: str) -> None:
     with pytest.raises(ValueError, match=re.escape(complaint)):
         read_page(EVERY_KIND.replace(old, new))
-
-
-def test_names_are_those_of_the_records() -> None:
-    names = ["GridSampler2DBackward", "FusedFloydAttentionGrad", "gradGammaOut", "HxW", "N", "key1", "dv2"]
-    assert [snake_case(name) for name in names] == [
-        "grid_sampler_2d_backward",
-        "fused_floyd_attention_grad",
-        "grad_gamma_out",
-        "hxw",
-        "n",
-        "key1",
-        "dv2",
-    ]
 
 
 @pytest.fixture(scope="module")

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from npugrad._tools.vendor_page import read_page, snake_case
+from npugrad._tools.vendor_page import read_page
 from npugrad.attributes import KINDS
 from npugrad.dtypes import DType
+from npugrad.names import camel_case, snake_case
 from npugrad.ops import OPERATORS
-from npugrad.page import camel_case
 from npugrad.products import Product
 
 if TYPE_CHECKING:

@@ -17,6 +17,7 @@ from markdown_it import MarkdownIt
 
 from npugrad.attributes import KINDS
 from npugrad.dtypes import DType, Format, dtype_from_name
+from npugrad.names import python_name
 from npugrad.products import Product
 
 if TYPE_CHECKING:
@@ -119,13 +120,6 @@ class _Note(NamedTuple):
     products: tuple[Product, ...] | None
     below: str
     text: str
-
-
-def snake_case(name: str) -> str:
-    """``grid_sampler_2d_backward`` of ``GridSampler2DBackward``, ``hxw`` of ``HxW``."""
-    if re.fullmatch(r"[A-Z](x?[A-Z])*", name):
-        return name.lower()
-    return re.sub(r"(?<=[a-z])(?=\d+D|[A-Z])|(?<=[a-z\dD])(?=[A-Z][a-z])", "_", name).lower()
 
 
 def read_page(text: str) -> VendorPage:
@@ -274,7 +268,7 @@ def _parameter(
     formats = _cell(described, c_name, "formats") if is_tensor else ""
     return Parameter(
         c_name=c_name,
-        name=snake_case(short.removesuffix("Out") if is_output else short),
+        name=python_name(c_name, is_output=is_output),
         kind=None if is_tensor else _KINDS[c_type],
         is_output=is_output,
         is_optional=c_type.endswith("*") and (short != c_name or "可选" in row.role),
