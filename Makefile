@@ -388,7 +388,7 @@ check-protos: $(STAMP) ## Run buf: style of the protos, compatibility of the wir
 
 check-gen: $(STAMP) $(STAMP_GEN) ## Check that generated files are up to date
 	$(VENV_GEN)/bin/python $(TOOLS)/gen_protos.py --check
-	for tool in $(RECORD_GENERATORS); do $(BIN)/python $$tool --check; done
+	for tool in $(TOOLS)/gen_contract.py $(RECORD_GENERATORS); do $(BIN)/python $$tool --check; done
 .PHONY: check-gen
 
 docs: $(STAMP_DOCS) ## Build the documentation site in build/site; fails on dead links, anchors and API names
@@ -418,7 +418,9 @@ build/.wheels: $(PROJECTS) $(TOOLS)/floors.py | $(STAMP)
 # --------------------------------------------------------------------------------- generated
 
 gen: gen-protos gen-records ## Regenerate all generated files
-gen-protos: $(STAMP_GEN) ## Regenerate protos/npugrad/v1
+gen-contract: $(STAMP_TOOLS) ## Regenerate what the records say in the protos
+	$(BIN)/python $(TOOLS)/gen_contract.py
+gen-protos: $(STAMP_GEN) gen-contract ## Regenerate protos/npugrad/v1
 	$(VENV_GEN)/bin/python $(TOOLS)/gen_protos.py
 gen-records: gen-protos $(STAMP_TOOLS)
 	for tool in $(RECORD_GENERATORS); do $(BIN)/python $$tool; done
@@ -442,4 +444,4 @@ check-release: $(STAMP) $(STAMP_SUPPLY) ## Write the image's bill of materials, 
 
 baseline: $(STAMP) ## Record the current protos as the compatibility baseline
 	$(BIN)/buf build protos --exclude-source-info --output protos/baseline.binpb
-.PHONY: gen gen-protos gen-records new-operator facts chart baseline
+.PHONY: gen gen-contract gen-protos gen-records new-operator facts chart baseline

@@ -209,6 +209,7 @@ class OpRecord:
 
     Attributes:
         name: snake_case name, as on the wire and in Python.
+        wire: Its number in the headers of streamed calls and replies, which never changes.
         aclnn_name: Official name of the aclnn function.
         summary: What it computes, in one sentence.
         documents: Official names of its pages.
@@ -241,6 +242,7 @@ class OpRecord:
     """
 
     name: str
+    wire: int
     aclnn_name: str
     summary: str
     documents: tuple[str, ...]

@@ -9,21 +9,20 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import npugrad_client
 from npugrad import OPERATORS, OpRecord
+from npugrad._tools import gen_contract
 from npugrad.v1 import backward_pb2, operators_pb2
 from npugrad_client.demo import _cases
 
 ROOT = Path(__file__).resolve().parents[2]
-SERVICE = backward_pb2.DESCRIPTOR.services_by_name["BackwardService"]
-RPCS = {record.rpc for record in OPERATORS.values()}
 
 STEPS = {
-    "step_1": r"protos/npugrad/v1/\w+\.proto",
     "step_2": r"(protos/npugrad|tests/contract)/references/\w+\.py",
     "step_3": r"(protos/npugrad|tests/contract)/ops/\w+(?<!_workloads)\.py|tests/contract/document_rows\.txt",
     "step_6": r"protos/npugrad/ops/\w+_workloads\.py",
@@ -39,27 +38,26 @@ def record(request: pytest.FixtureRequest) -> OpRecord:
     return record
 
 
-def test_step_1_every_pair_of_messages_has_a_record() -> None:
-    messages = set(operators_pb2.DESCRIPTOR.message_types_by_name)
-    for suffix in ("Request", "Response"):
-        paired = {name.removesuffix(suffix) for name in messages if name.endswith(suffix)}
-        assert paired == RPCS, f"operators.proto: one {suffix} for each record in OPERATORS"
+def test_headers_of_execute_carry_every_operator_by_the_number_of_its_record() -> None:
+    for header, suffix in (("ExecuteHeader", "Request"), ("ExecuteResponseHeader", "Response")):
+        (call,) = backward_pb2.DESCRIPTOR.message_types_by_name[header].oneofs
+        types = operators_pb2.DESCRIPTOR.message_types_by_name
+        found = {field.name: (field.number, field.message_type) for field in call.fields}
+        wanted = {name: (record.wire, types[record.rpc + suffix]) for name, record in OPERATORS.items()}
+        assert found == wanted, "run `make gen`"
+    assert [record.wire for record in OPERATORS.values()][:6] == [1, 2, 3, 4, 5, 6]
 
 
-@pytest.mark.parametrize("header", ["ExecuteHeader", "ExecuteResponseHeader"])
-def test_step_1_headers_of_execute_carry_every_operator(header: str) -> None:
-    (call,) = backward_pb2.DESCRIPTOR.message_types_by_name[header].oneofs
-    suffix = "Request" if header == "ExecuteHeader" else "Response"
-    found = {field.name: field.message_type and field.message_type.name for field in call.fields}
-    assert found == {name: record.rpc + suffix for name, record in OPERATORS.items()}, (
-        f"backward.proto: {header}"
-    )
-
-
-def test_step_1_every_operator_has_its_rpc() -> None:
-    found = {rpc.name: (rpc.input_type.name, rpc.output_type.name) for rpc in SERVICE.methods}
-    expected = {rpc: (f"{rpc}Request", f"{rpc}Response") for rpc in RPCS}
-    assert found == {**expected, "Execute": ("ExecuteRequest", "ExecuteResponse")}, "backward.proto"
+def test_two_records_of_one_wire_number_are_refused(
+    record: OpRecord, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others = (each for name, each in OPERATORS.items() if name != record.name)
+    twin = replace(next(others), wire=record.wire)
+    module = importlib.import_module(f"npugrad.ops.{twin.name}")
+    monkeypatch.setattr(module, twin.name.upper(), twin)
+    expected = rf"found wire={record.wire}, which is .*; expected \d+, the next free number"
+    with pytest.raises(SystemExit, match=expected):
+        gen_contract.load()
 
 
 @pytest.mark.parametrize("folder", ["references", "ops"])

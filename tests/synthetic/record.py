@@ -191,6 +191,7 @@ def _make_inputs(call: CallMeta, rng: np.random.Generator) -> dict[str, Array | 
 
 SYNTHETIC = p.record(
     "synthetic",
+    wire=1,
     summary="Nothing of use.",
     reads=lambda call: {"scaled": ("input",), "seen": ()},
     reference=_reference,

@@ -1,11 +1,12 @@
 """Writes the client's typed methods from the operator records.
 
-python protos/npugrad/_tools/gen_client.py            writes client/npugrad_client/_generated_ops.py
-python protos/npugrad/_tools/gen_client.py --check    fails when the file differs
+python protos/npugrad/_tools/gen_client.py            writes _generated_ops.py and its exports
+python protos/npugrad/_tools/gen_client.py --check    fails when one differs
 """
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import textwrap
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[3]
 TARGET = ROOT / "client" / "npugrad_client" / "_generated_ops.py"
+EXPORTS = TARGET.with_name("__init__.py")
 ORIGIN = "from npugrad.ops import OPERATORS"
 
 _HEADER = '''"""Typed client methods and result classes, one of each per operator.
@@ -351,27 +353,35 @@ def generate(records: Mapping[str, OpRecord] = OPERATORS, origin: str = ORIGIN) 
         parts.append(_BASE.format(name=name, kind=kind, def_=def_))
         parts += [_method(record, def_, await_) for record in records.values()]
     parts += [_FUTURES, *map(_future, records.values())]
-    source = "\n".join(parts) + "\n"
-    formatted = subprocess.run(
-        [sys.executable, "-m", "ruff", "format", "--stdin-filename", str(TARGET), "-"],
-        input=source,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return formatted.stdout
+    return _ruff("format", "\n".join(parts) + "\n")
+
+
+def exports(text: str, records: Mapping[str, OpRecord] = OPERATORS) -> str:
+    """The package's text with the result classes of these records as its imports and public names."""
+    text = re.sub(r' +"?\w+Result"?,\n', "", text)
+    for opening, mark in (("_generated_ops import (\n", ""), ("__all__ = [\n", '"')):
+        names = "".join(f"{mark}{_class_name(record)}{mark},\n" for record in records.values())
+        text = text.replace(opening, opening + names)
+    text = _ruff("format", text)
+    return _ruff("check", text, "--fix-only", "--quiet", "--select", "I,RUF022")
+
+
+def _ruff(command: str, source: str, *options: str) -> str:
+    run = [sys.executable, "-m", "ruff", command, *options, "--stdin-filename", str(TARGET), "-"]
+    return subprocess.run(run, input=source, capture_output=True, text=True, check=True).stdout
 
 
 def main() -> int:
-    """Writes the module, or checks it with `--check`."""
-    source = generate()
+    """Writes the modules, or checks them with `--check`."""
+    wanted = {TARGET: generate(), EXPORTS: exports(EXPORTS.read_text("utf-8"))}
+    differing = [path for path, text in wanted.items() if path.read_text("utf-8") != text]
     if "--check" not in sys.argv[1:]:
-        TARGET.write_text(source, encoding="utf-8")
+        for path in differing:
+            path.write_text(wanted[path], encoding="utf-8")
         return 0
-    if TARGET.read_text(encoding="utf-8") == source:
-        return 0
-    print(f"{TARGET.relative_to(ROOT)} differs from the records; run `make gen`", file=sys.stderr)
-    return 1
+    for path in differing:
+        print(f"{path.relative_to(ROOT)} differs from the records; run `make gen`", file=sys.stderr)
+    return 1 if differing else 0
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Starts a new operator from its official page: `make new-operator PAGE=aclnnRmsNormGrad.md`.
 
-Writes messages, record, workloads, reference, tests and the rows of the page, and adds the operator to
-the lists of operators. What a page does not specify becomes a TODO, which fails a test with its step number.
+Writes record, workloads, reference, tests and the rows of the page; the rest follows from the record. What a
+page does not specify becomes a TODO, which fails a test with its step number.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from npugrad._tools.gen_contract import load
 from npugrad._tools.vendor_page import read_page
 from npugrad.attributes import KINDS
 from npugrad.dtypes import DType
@@ -38,33 +39,25 @@ _FILES = {
 }
 """Files of an operator by its name, and the template of each."""
 _LINES = (
-    ("messages", "protos/npugrad/v1/operators.proto", r".*\n"),
-    ("rpc", "protos/npugrad/v1/backward.proto", r".*?(?=  // One call of any operator)"),
-    ("request", "protos/npugrad/v1/backward.proto", r".*?message ExecuteHeader \{.*?(?=  \}\n)"),
-    ("response", "protos/npugrad/v1/backward.proto", r".*?message ExecuteResponseHeader \{.*?(?=  \}\n)"),
-    ("imported", "protos/npugrad/ops/__init__.py", r".*?(?=    from npugrad\.ops\.)"),
-    ("listed", "protos/npugrad/ops/__init__.py", r".*?_NAMES = \(.*?(?=\)\n)"),
-    ("result", "client/npugrad_client/__init__.py", r".*?_generated_ops import \(\n"),
-    ("exported", "client/npugrad_client/__init__.py", r".*?__all__ = \[\n"),
     ("documented", "tests/contract/document_rows.txt", r".*\n"),
     ("signed", "tests/congruence/signatures.py", r'.*?PROTOTYPES = """.*?(?="""\n)'),
     ("told", "CHANGELOG.md", r".*?## \[Unreleased\].*?### Added\n.*?\n(?=\n#)"),
 )
 """Each addition to an existing file: its name, the file, and a pattern of the text before it."""
-_ATTRIBUTES: dict[str, tuple[str, str, str]] = {
-    "int64": ("optional int64", "int", "0"),
-    "int32": ("optional int32", "int", "0"),
-    "int8": ("optional int32", "int", "0"),
-    "uint64": ("optional uint64", "int", "0"),
-    "double": ("optional double", "float", "1.0"),
-    "bool": ("optional bool", "bool", "False"),
-    "string": ("optional string", "str | None", '""'),
-    "int64_array": ("Int64Array", "tuple[int, ...] | None", "(1,)"),
-    "float_array": ("FloatArray", "tuple[float, ...] | None", "(1.0,)"),
-    "bool_array": ("BoolArray", "tuple[bool, ...] | None", "(True,)"),
-    "scalar": ("Scalar", "Scalar | None", 'Scalar("float32", 1.0)'),
+_ATTRIBUTES: dict[str, tuple[str, str]] = {
+    "int64": ("int", "0"),
+    "int32": ("int", "0"),
+    "int8": ("int", "0"),
+    "uint64": ("int", "0"),
+    "double": ("float", "1.0"),
+    "bool": ("bool", "False"),
+    "string": ("str | None", '""'),
+    "int64_array": ("tuple[int, ...] | None", "(1,)"),
+    "float_array": ("tuple[float, ...] | None", "(1.0,)"),
+    "bool_array": ("tuple[bool, ...] | None", "(True,)"),
+    "scalar": ("Scalar | None", 'Scalar("float32", 1.0)'),
 }
-"""For each kind of attribute: its field in a message, its type in Python and an example value."""
+"""For each kind of attribute: its type in Python and an example value."""
 _POINTERS = {kind for kind, row in KINDS.items() if row.is_pointer}
 _FLOATS = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
 
@@ -77,6 +70,7 @@ class _Operator:
         self.aclnn = page.aclnn_name
         self.rpc = self.aclnn.removeprefix("aclnn")
         self.name = snake_case(self.rpc)
+        self.wire = load()[-1].wire + 1
         self.params = page.parameters
         self.attrs = [p for p in self.params if p.kind]
         self.outputs = [p for p in self.params if p.is_output]
@@ -96,16 +90,10 @@ class _Operator:
         """The name in C as an argument, unless it follows from the name."""
         return "" if param.c_name == camel_case(param.name) else f', c_name="{param.c_name}"'
 
-    def field(self, param: Parameter) -> str:
-        """Type of the field in a request."""
-        if param.kind:
-            return _ATTRIBUTES[param.kind][0]
-        return "DeclaredOutput" if param.is_output else "Tensor"
-
     def argument(self, param: Parameter) -> str:
         """Type and default of the keyword of `build`, as code."""
         assert param.kind
-        _, annotation, value = _ATTRIBUTES[param.kind]
+        annotation, value = _ATTRIBUTES[param.kind]
         if param is self.mask:
             value = str((True,) * len(self.outputs))
         if param.is_optional:
@@ -188,8 +176,7 @@ def begin(page: VendorPage) -> _Operator:
         found = re.match(anchor, text, re.DOTALL)
         if found is None:
             raise SystemExit(f"new_operator: {place}: found nothing like {anchor!r}; expected it there")
-        last = re.search(r"= (\d+);\n$", found[0])
-        addition = getattr(lines, name)(operator, int(last[1]) + 1 if last else 1)
+        addition = getattr(lines, name)(operator)
         texts[ROOT / place] = text[: found.end()] + addition + text[found.end() :]
     for path, text in texts.items():
         path.write_text(text, "utf-8")

@@ -1,4 +1,4 @@
-"""The operator records, loaded when they are asked for. To add one, add a module here and two lines below."""
+"""The operator records, loaded when they are asked for. To add one, add a module here and run `make gen`."""
 
 from __future__ import annotations
 
@@ -15,20 +15,24 @@ if TYPE_CHECKING:
     from npugrad.operator import OpRecord
 
     # What is loaded by name, for whoever follows imports, such as the check of layers.
+    # generated: imports
     from npugrad.ops.fused_floyd_attention_grad import FUSED_FLOYD_ATTENTION_GRAD
     from npugrad.ops.grid_sampler_2d_backward import GRID_SAMPLER_2D_BACKWARD
     from npugrad.ops.grid_sampler_3d_backward import GRID_SAMPLER_3D_BACKWARD
     from npugrad.ops.group_norm_backward import GROUP_NORM_BACKWARD
     from npugrad.ops.layer_norm_backward import LAYER_NORM_BACKWARD
     from npugrad.ops.multi_scale_deformable_attention_grad import MULTI_SCALE_DEFORMABLE_ATTENTION_GRAD
+    # end of imports
 
 _NAMES = (
+    # generated: names
     "multi_scale_deformable_attention_grad",
     "grid_sampler_2d_backward",
     "group_norm_backward",
     "fused_floyd_attention_grad",
     "layer_norm_backward",
     "grid_sampler_3d_backward",
+    # end of names
 )
 """Modules of this package; the record of each has its name in capitals."""
 

@@ -294,6 +294,7 @@ def _samples(product: Product) -> Iterator[Sample]:
 
 FUSED_FLOYD_ATTENTION_GRAD = p.record(
     "fused_floyd_attention_grad",
+    wire=4,
     summary="Gradients of Floyd attention, which attends over two sets of keys and values at once.",
     reads=lambda call: _READS,
     reference=reference,

@@ -140,6 +140,7 @@ _grid_sampler.not_expressible(p, empty=14)
 
 GRID_SAMPLER_2D_BACKWARD = p.record(
     "grid_sampler_2d_backward",
+    wire=2,
     summary="Gradients of two-dimensional grid sampling with respect to the sampled images and the grid.",
     reads=_grid_sampler.reads,
     reference=reference,

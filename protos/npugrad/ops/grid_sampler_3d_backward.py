@@ -216,6 +216,7 @@ def _determinism_check(call: CallMeta, release: CannRelease | None) -> str | Non
 
 GRID_SAMPLER_3D_BACKWARD = p.record(
     "grid_sampler_3d_backward",
+    wire=6,
     summary="Gradients of three-dimensional grid sampling with respect to the sampled volumes and the grid.",
     reads=_grid_sampler.reads,
     reference=reference,

@@ -241,6 +241,7 @@ def _sizes(attrs: Mapping[str, Any]) -> tuple[int, int, int, int]:
 
 GROUP_NORM_BACKWARD = p.record(
     "group_norm_backward",
+    wire=3,
     summary="Gradients of group normalisation with respect to its input, scale and shift.",
     reads=lambda call: normalisation.reads("gamma", "grad_input", "grad_gamma", "grad_beta"),
     reference=reference,

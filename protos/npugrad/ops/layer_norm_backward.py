@@ -371,6 +371,7 @@ def _is_bound(call: CallMeta) -> bool:
 
 LAYER_NORM_BACKWARD = p.record(
     "layer_norm_backward",
+    wire=5,
     summary="Gradients of layer normalisation with respect to its input, weight and bias.",
     reads=lambda call: normalisation.reads("weight", "grad_input", "grad_weight", "grad_bias"),
     reference=reference,

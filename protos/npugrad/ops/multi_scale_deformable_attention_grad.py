@@ -316,6 +316,7 @@ def _reference(inputs: Arrays, attrs: Mapping[str, Any], outputs: Mapping[str, A
 
 MULTI_SCALE_DEFORMABLE_ATTENTION_GRAD = p.record(
     OPERATOR,
+    wire=1,
     summary="Gradients of multi-scale deformable attention with respect to values, locations and weights.",
     reads=lambda call: _READS,
     reference=_reference,

@@ -29,6 +29,7 @@ if _version_not_supported:
 class BackwardServiceStub(object):
     """Runs the backward operators. Unary calls carry all data in one message; Execute carries calls of
     any size. Errors are google.rpc.Status details: ErrorInfo (domain "npugrad") and others; see errors.proto.
+    generated: rpcs
     """
 
     def __init__(self, channel):
@@ -77,52 +78,59 @@ class BackwardServiceStub(object):
 class BackwardServiceServicer(object):
     """Runs the backward operators. Unary calls carry all data in one message; Execute carries calls of
     any size. Errors are google.rpc.Status details: ErrorInfo (domain "npugrad") and others; see errors.proto.
+    generated: rpcs
     """
 
     def MultiScaleDeformableAttentionGrad(self, request, context):
-        """aclnnMultiScaleDeformableAttentionGrad.
+        """aclnnMultiScaleDeformableAttentionGrad. Gradients of multi-scale deformable attention with respect to
+        values, locations and weights.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GridSampler2DBackward(self, request, context):
-        """aclnnGridSampler2DBackward.
+        """aclnnGridSampler2DBackward. Gradients of two-dimensional grid sampling with respect to the sampled images
+        and the grid.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GroupNormBackward(self, request, context):
-        """aclnnGroupNormBackward.
+        """aclnnGroupNormBackward. Gradients of group normalisation with respect to its input, scale and shift.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def FusedFloydAttentionGrad(self, request, context):
-        """aclnnFusedFloydAttentionGrad.
+        """aclnnFusedFloydAttentionGrad. Gradients of Floyd attention, which attends over two sets of keys and
+        values at once.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def LayerNormBackward(self, request, context):
-        """aclnnLayerNormBackward.
+        """aclnnLayerNormBackward. Gradients of layer normalisation with respect to its input, weight and bias.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GridSampler3DBackward(self, request, context):
-        """aclnnGridSampler3DBackward.
+        """aclnnGridSampler3DBackward. Gradients of three-dimensional grid sampling with respect to the sampled
+        volumes and the grid.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Execute(self, request_iterator, context):
-        """One call of any operator and any size: a header, then the chunks that it announces. An invalid header is
+        """end of rpcs
+
+        One call of any operator and any size: a header, then the chunks that it announces. An invalid header is
         refused before any chunk is read. The reply has the same form.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -178,6 +186,7 @@ def add_BackwardServiceServicer_to_server(servicer, server):
 class BackwardService(object):
     """Runs the backward operators. Unary calls carry all data in one message; Execute carries calls of
     any size. Errors are google.rpc.Status details: ErrorInfo (domain "npugrad") and others; see errors.proto.
+    generated: rpcs
     """
 
     @staticmethod

@@ -21,6 +21,7 @@ class _ServicerContext(grpc.ServicerContext, grpc.aio.ServicerContext):  # type:
 class BackwardServiceStub:
     """Runs the backward operators. Unary calls carry all data in one message; Execute carries calls of
     any size. Errors are google.rpc.Status details: ErrorInfo (domain "npugrad") and others; see errors.proto.
+    generated: rpcs
     """
 
     def __init__(self, channel: typing.Union[grpc.Channel, grpc.aio.Channel]) -> None: ...
@@ -28,98 +29,120 @@ class BackwardServiceStub:
         npugrad.v1.operators_pb2.MultiScaleDeformableAttentionGradRequest,
         npugrad.v1.operators_pb2.MultiScaleDeformableAttentionGradResponse,
     ]
-    """aclnnMultiScaleDeformableAttentionGrad."""
+    """aclnnMultiScaleDeformableAttentionGrad. Gradients of multi-scale deformable attention with respect to
+    values, locations and weights.
+    """
 
     GridSampler2DBackward: grpc.UnaryUnaryMultiCallable[
         npugrad.v1.operators_pb2.GridSampler2DBackwardRequest,
         npugrad.v1.operators_pb2.GridSampler2DBackwardResponse,
     ]
-    """aclnnGridSampler2DBackward."""
+    """aclnnGridSampler2DBackward. Gradients of two-dimensional grid sampling with respect to the sampled images
+    and the grid.
+    """
 
     GroupNormBackward: grpc.UnaryUnaryMultiCallable[
         npugrad.v1.operators_pb2.GroupNormBackwardRequest,
         npugrad.v1.operators_pb2.GroupNormBackwardResponse,
     ]
-    """aclnnGroupNormBackward."""
+    """aclnnGroupNormBackward. Gradients of group normalisation with respect to its input, scale and shift."""
 
     FusedFloydAttentionGrad: grpc.UnaryUnaryMultiCallable[
         npugrad.v1.operators_pb2.FusedFloydAttentionGradRequest,
         npugrad.v1.operators_pb2.FusedFloydAttentionGradResponse,
     ]
-    """aclnnFusedFloydAttentionGrad."""
+    """aclnnFusedFloydAttentionGrad. Gradients of Floyd attention, which attends over two sets of keys and
+    values at once.
+    """
 
     LayerNormBackward: grpc.UnaryUnaryMultiCallable[
         npugrad.v1.operators_pb2.LayerNormBackwardRequest,
         npugrad.v1.operators_pb2.LayerNormBackwardResponse,
     ]
-    """aclnnLayerNormBackward."""
+    """aclnnLayerNormBackward. Gradients of layer normalisation with respect to its input, weight and bias."""
 
     GridSampler3DBackward: grpc.UnaryUnaryMultiCallable[
         npugrad.v1.operators_pb2.GridSampler3DBackwardRequest,
         npugrad.v1.operators_pb2.GridSampler3DBackwardResponse,
     ]
-    """aclnnGridSampler3DBackward."""
+    """aclnnGridSampler3DBackward. Gradients of three-dimensional grid sampling with respect to the sampled
+    volumes and the grid.
+    """
 
     Execute: grpc.StreamStreamMultiCallable[
         npugrad.v1.backward_pb2.ExecuteRequest,
         npugrad.v1.backward_pb2.ExecuteResponse,
     ]
-    """One call of any operator and any size: a header, then the chunks that it announces. An invalid header is
+    """end of rpcs
+
+    One call of any operator and any size: a header, then the chunks that it announces. An invalid header is
     refused before any chunk is read. The reply has the same form.
     """
 
 class BackwardServiceAsyncStub:
     """Runs the backward operators. Unary calls carry all data in one message; Execute carries calls of
     any size. Errors are google.rpc.Status details: ErrorInfo (domain "npugrad") and others; see errors.proto.
+    generated: rpcs
     """
 
     MultiScaleDeformableAttentionGrad: grpc.aio.UnaryUnaryMultiCallable[
         npugrad.v1.operators_pb2.MultiScaleDeformableAttentionGradRequest,
         npugrad.v1.operators_pb2.MultiScaleDeformableAttentionGradResponse,
     ]
-    """aclnnMultiScaleDeformableAttentionGrad."""
+    """aclnnMultiScaleDeformableAttentionGrad. Gradients of multi-scale deformable attention with respect to
+    values, locations and weights.
+    """
 
     GridSampler2DBackward: grpc.aio.UnaryUnaryMultiCallable[
         npugrad.v1.operators_pb2.GridSampler2DBackwardRequest,
         npugrad.v1.operators_pb2.GridSampler2DBackwardResponse,
     ]
-    """aclnnGridSampler2DBackward."""
+    """aclnnGridSampler2DBackward. Gradients of two-dimensional grid sampling with respect to the sampled images
+    and the grid.
+    """
 
     GroupNormBackward: grpc.aio.UnaryUnaryMultiCallable[
         npugrad.v1.operators_pb2.GroupNormBackwardRequest,
         npugrad.v1.operators_pb2.GroupNormBackwardResponse,
     ]
-    """aclnnGroupNormBackward."""
+    """aclnnGroupNormBackward. Gradients of group normalisation with respect to its input, scale and shift."""
 
     FusedFloydAttentionGrad: grpc.aio.UnaryUnaryMultiCallable[
         npugrad.v1.operators_pb2.FusedFloydAttentionGradRequest,
         npugrad.v1.operators_pb2.FusedFloydAttentionGradResponse,
     ]
-    """aclnnFusedFloydAttentionGrad."""
+    """aclnnFusedFloydAttentionGrad. Gradients of Floyd attention, which attends over two sets of keys and
+    values at once.
+    """
 
     LayerNormBackward: grpc.aio.UnaryUnaryMultiCallable[
         npugrad.v1.operators_pb2.LayerNormBackwardRequest,
         npugrad.v1.operators_pb2.LayerNormBackwardResponse,
     ]
-    """aclnnLayerNormBackward."""
+    """aclnnLayerNormBackward. Gradients of layer normalisation with respect to its input, weight and bias."""
 
     GridSampler3DBackward: grpc.aio.UnaryUnaryMultiCallable[
         npugrad.v1.operators_pb2.GridSampler3DBackwardRequest,
         npugrad.v1.operators_pb2.GridSampler3DBackwardResponse,
     ]
-    """aclnnGridSampler3DBackward."""
+    """aclnnGridSampler3DBackward. Gradients of three-dimensional grid sampling with respect to the sampled
+    volumes and the grid.
+    """
 
     Execute: grpc.aio.StreamStreamMultiCallable[
         npugrad.v1.backward_pb2.ExecuteRequest,
         npugrad.v1.backward_pb2.ExecuteResponse,
     ]
-    """One call of any operator and any size: a header, then the chunks that it announces. An invalid header is
+    """end of rpcs
+
+    One call of any operator and any size: a header, then the chunks that it announces. An invalid header is
     refused before any chunk is read. The reply has the same form.
     """
 
 class BackwardServiceServicer(metaclass=abc.ABCMeta):
     """Runs the backward operators. Unary calls carry all data in one message; Execute carries calls of
     any size. Errors are google.rpc.Status details: ErrorInfo (domain "npugrad") and others; see errors.proto.
+    generated: rpcs
     """
 
     @abc.abstractmethod
@@ -128,7 +151,9 @@ class BackwardServiceServicer(metaclass=abc.ABCMeta):
         request: npugrad.v1.operators_pb2.MultiScaleDeformableAttentionGradRequest,
         context: _ServicerContext,
     ) -> typing.Union[npugrad.v1.operators_pb2.MultiScaleDeformableAttentionGradResponse, collections.abc.Awaitable[npugrad.v1.operators_pb2.MultiScaleDeformableAttentionGradResponse]]:
-        """aclnnMultiScaleDeformableAttentionGrad."""
+        """aclnnMultiScaleDeformableAttentionGrad. Gradients of multi-scale deformable attention with respect to
+        values, locations and weights.
+        """
 
     @abc.abstractmethod
     def GridSampler2DBackward(
@@ -136,7 +161,9 @@ class BackwardServiceServicer(metaclass=abc.ABCMeta):
         request: npugrad.v1.operators_pb2.GridSampler2DBackwardRequest,
         context: _ServicerContext,
     ) -> typing.Union[npugrad.v1.operators_pb2.GridSampler2DBackwardResponse, collections.abc.Awaitable[npugrad.v1.operators_pb2.GridSampler2DBackwardResponse]]:
-        """aclnnGridSampler2DBackward."""
+        """aclnnGridSampler2DBackward. Gradients of two-dimensional grid sampling with respect to the sampled images
+        and the grid.
+        """
 
     @abc.abstractmethod
     def GroupNormBackward(
@@ -144,7 +171,7 @@ class BackwardServiceServicer(metaclass=abc.ABCMeta):
         request: npugrad.v1.operators_pb2.GroupNormBackwardRequest,
         context: _ServicerContext,
     ) -> typing.Union[npugrad.v1.operators_pb2.GroupNormBackwardResponse, collections.abc.Awaitable[npugrad.v1.operators_pb2.GroupNormBackwardResponse]]:
-        """aclnnGroupNormBackward."""
+        """aclnnGroupNormBackward. Gradients of group normalisation with respect to its input, scale and shift."""
 
     @abc.abstractmethod
     def FusedFloydAttentionGrad(
@@ -152,7 +179,9 @@ class BackwardServiceServicer(metaclass=abc.ABCMeta):
         request: npugrad.v1.operators_pb2.FusedFloydAttentionGradRequest,
         context: _ServicerContext,
     ) -> typing.Union[npugrad.v1.operators_pb2.FusedFloydAttentionGradResponse, collections.abc.Awaitable[npugrad.v1.operators_pb2.FusedFloydAttentionGradResponse]]:
-        """aclnnFusedFloydAttentionGrad."""
+        """aclnnFusedFloydAttentionGrad. Gradients of Floyd attention, which attends over two sets of keys and
+        values at once.
+        """
 
     @abc.abstractmethod
     def LayerNormBackward(
@@ -160,7 +189,7 @@ class BackwardServiceServicer(metaclass=abc.ABCMeta):
         request: npugrad.v1.operators_pb2.LayerNormBackwardRequest,
         context: _ServicerContext,
     ) -> typing.Union[npugrad.v1.operators_pb2.LayerNormBackwardResponse, collections.abc.Awaitable[npugrad.v1.operators_pb2.LayerNormBackwardResponse]]:
-        """aclnnLayerNormBackward."""
+        """aclnnLayerNormBackward. Gradients of layer normalisation with respect to its input, weight and bias."""
 
     @abc.abstractmethod
     def GridSampler3DBackward(
@@ -168,7 +197,9 @@ class BackwardServiceServicer(metaclass=abc.ABCMeta):
         request: npugrad.v1.operators_pb2.GridSampler3DBackwardRequest,
         context: _ServicerContext,
     ) -> typing.Union[npugrad.v1.operators_pb2.GridSampler3DBackwardResponse, collections.abc.Awaitable[npugrad.v1.operators_pb2.GridSampler3DBackwardResponse]]:
-        """aclnnGridSampler3DBackward."""
+        """aclnnGridSampler3DBackward. Gradients of three-dimensional grid sampling with respect to the sampled
+        volumes and the grid.
+        """
 
     @abc.abstractmethod
     def Execute(
@@ -176,7 +207,9 @@ class BackwardServiceServicer(metaclass=abc.ABCMeta):
         request_iterator: _MaybeAsyncIterator[npugrad.v1.backward_pb2.ExecuteRequest],
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[npugrad.v1.backward_pb2.ExecuteResponse], collections.abc.AsyncIterator[npugrad.v1.backward_pb2.ExecuteResponse]]:
-        """One call of any operator and any size: a header, then the chunks that it announces. An invalid header is
+        """end of rpcs
+
+        One call of any operator and any size: a header, then the chunks that it announces. An invalid header is
         refused before any chunk is read. The reply has the same form.
         """
 
