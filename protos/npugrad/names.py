@@ -10,8 +10,9 @@ RENAMED = {
     "lambda": "lambd",
     "out": "output",
     "deterministic": "is_deterministic",
+    "aclnnConvTbcBackward.self": "grad_output",
 }
-"""Inputs and attributes whose own names a method of the client cannot have."""
+"""Inputs and attributes whose own names a method of the client cannot have, of all functions or of one."""
 RESULTS = {"out": "grad_input", "result": "grad_input", "output": "grad_input"}
 """Results whose own names do not say what they are the gradient of; a record may say it better."""
 RESERVED = {
@@ -34,11 +35,12 @@ def camel_case(name: str) -> str:
     return first + "".join(map(str.capitalize, others))
 
 
-def python_name(c_name: str, *, is_output: bool = False) -> str:
+def python_name(c_name: str, *, function: str = "", is_output: bool = False) -> str:
     """Name of a parameter, without C's suffixes for optional parameters and outputs.
 
     Args:
         c_name: Its name on the page.
+        function: The page's function, such as ``"aclnnSiluBackward"``.
         is_output: Whether the operator writes it.
 
     Raises:
@@ -46,7 +48,7 @@ def python_name(c_name: str, *, is_output: bool = False) -> str:
     """
     short = c_name.removesuffix("Optional")
     name = snake_case(short.removesuffix("Out") if is_output else short)
-    name = (RESULTS if is_output else RENAMED).get(name, name)
+    name = RENAMED.get(f"{function}.{c_name}") or (RESULTS if is_output else RENAMED).get(name, name)
     if keyword.iskeyword(name) or name in RESERVED:
         raise ValueError(f"{c_name}: found a name that is taken; expected a row for it in npugrad.names")
     return name

@@ -142,7 +142,9 @@ def read_page(text: str) -> VendorPage:
     if not described:
         raise ValueError(f"found no table of parameters of {aclnn_name}GetWorkspaceSize; expected one")
     products = _products(sections.get("产品支持情况", ""))
-    parameters = {c_name: _parameter(c_type, c_name, described, products) for _, c_type, c_name in declared}
+    parameters = {
+        c_name: _parameter(aclnn_name, c_type, c_name, described, products) for _, c_type, c_name in declared
+    }
     if not any(parameter.is_output for parameter in parameters.values()):
         written = {name for const, c_type, name in declared if c_type == TENSOR and not const}
         parameters.update({name: replace(parameters[name], is_output=True) for name in written})
@@ -257,7 +259,11 @@ def _cell(described: Mapping[str, _Described], c_name: str, column: str) -> str:
 
 
 def _parameter(
-    c_type: str, c_name: str, described: Mapping[str, _Described], products: tuple[Product, ...]
+    function: str,
+    c_type: str,
+    c_name: str,
+    described: Mapping[str, _Described],
+    products: tuple[Product, ...],
 ) -> Parameter:
     row = described.get(_key(c_name), _Described(""))
     is_tensor, short = c_type == TENSOR, c_name.removesuffix("Optional")
@@ -268,7 +274,7 @@ def _parameter(
     formats = _cell(described, c_name, "formats") if is_tensor else ""
     return Parameter(
         c_name=c_name,
-        name=python_name(c_name, is_output=is_output),
+        name=python_name(c_name, function=function, is_output=is_output),
         kind=None if is_tensor else _KINDS[c_type],
         is_output=is_output,
         is_optional=c_type.endswith("*") and (short != c_name or "可选" in row.role),
