@@ -84,12 +84,6 @@ def test_a_client_that_cannot_send_more_is_told() -> None:
     assert "the client cannot send more, so the server's capacity is at least that" in str(found)
 
 
-def test_a_client_that_cannot_send_at_all_is_told_and_not_the_server() -> None:
-    found = Search(lambda rate: CapacityTrial(rate, (), ("worker 0 was busy",))).run(100)
-    assert found.is_client_limited
-    assert str(found) == "No rate was found: the client cannot send at the rates it would have to try."
-
-
 def test_a_moment_of_a_busy_client_is_tried_again() -> None:
     busy = [True]
 

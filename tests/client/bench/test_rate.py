@@ -93,6 +93,7 @@ def test_every_report_and_objective_has_the_same_rate() -> None:
     assert found.outcomes[0].is_met
     assert found.summary()["throughput_per_s"] == pytest.approx(per_s, rel=1e-6)
     assert "24 answers, 3.98/s" in shown(found)
+    assert "Objectives met" in page(found)
     assert page(found).count(">3.98</b><span>answers a second<") == 1
     assert page(found).count(">3.98/s<") == 2, "of the device and of the workload"
     rates = [found.part_per_s(part) for part in found.record.devices.values()]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.client.bench.made import GRID, answer, result
 
 from npugrad_client.bench.record import STAGES, Record
-from npugrad_client.bench.result import Result, load_result
+from npugrad_client.bench.result import load_result
 from npugrad_client.bench.scenario import ScenarioError
 from npugrad_client.bench.sketch import Distribution, Sketch, bucket, bucket_s
 
@@ -190,12 +190,3 @@ def test_what_is_no_result_is_told(text: str, message: str, tmp_path: Path) -> N
     path.write_text(text, "utf-8")
     with pytest.raises(ScenarioError, match=message):
         load_result(path)
-
-
-def test_a_result_without_answers_has_figures() -> None:
-    record = Record(0.1)
-    empty = Result(result().scenario, record, 0.0)
-    assert empty.error_share == 1
-    assert empty.throughput_per_s == 0
-    assert empty.summary()["latency_s"]["mean"] == 0
-    assert not empty.succeeded

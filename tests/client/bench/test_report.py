@@ -8,7 +8,6 @@ import json
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
-from typing import Any
 
 import pytest
 from rich.console import Console
@@ -90,15 +89,6 @@ def test_a_page_of_what_went_wrong() -> None:
         "0.0999 % of the calls had no answer; objectives count these as infinitely slow.",
     ):
         assert word in reader.text
-
-
-@pytest.mark.parametrize(
-    ("change", "verdict"),
-    [({}, "met"), ({"is_interrupted": True}, "not judged"), ({"died": "a worker died"}, "not judged")],
-)
-def test_a_page_of_a_run_that_has_a_flaw_judges_nothing(change: dict[str, Any], verdict: str) -> None:
-    found = parsed(page(replace(result(slo=Slo.parse("p99=1h")), **change))).text
-    assert [each for each in ("met", "missed", "not judged") if f"Objectives {each}" in found] == [verdict]
 
 
 def test_a_page_of_a_closed_loop_intends_no_start_and_warns_of_it() -> None:

@@ -30,7 +30,6 @@ from npugrad_client._cli.bench_status import OF_COMPARE, STATUSES, capacity_stat
 from npugrad_client.bench.capacity import Capacity, CapacityTrial
 from npugrad_client.bench.scenario import LoadStage, Scenario, WeightedWorkload
 from npugrad_client.bench.sizes import example, parse_sizes
-from npugrad_client.bench.slo import Slo
 
 COMMAND = "runpy.run_module('npugrad_client.cli', run_name='__main__', alter_sys=True)"
 ALL_THE_SAME = "--allow-client-bound"
@@ -244,7 +243,6 @@ def test_the_help_tells_every_exit_status() -> None:
             f"--size: found 'huge'; expected {', '.join(OPERATORS['group_norm_backward'].workloads.named)}, "
             "or sizes by name such as n=2,c=32,hxw=64,group=8",
         ),
-        ("--size n=8,c=320", "--size: group_norm_backward: hxw, group missing; give n, c, hxw, group, as in"),
         (
             "--size n=8,c=320,hxw=4096,group=33",
             "--size: group_norm_backward: c, group: found c 320, group 33; expected c divisible by group",
@@ -262,18 +260,15 @@ def test_the_help_tells_every_exit_status() -> None:
         ("--operator floyd", "OPERATOR: found 'floyd'; did you mean fused_floyd_attention_grad?"),
         ("--rate 5 --concurrency 2", "--rate and --concurrency cannot be combined"),
         ("--rate fast", "--rate: found 'fast'; expected a number, or two for a ramp such as 50:200"),
-        ("--rate 0", "--rate: found 0.0; expected above 0 somewhere in the stage"),
         ("--concurrency nan", "--concurrency: found nan; expected 0 to 65536"),
         ("--poisson", "--poisson needs --rate"),
         ("--poisson --concurrency 2", "--poisson needs --rate"),
-        ("--rate 5 --duration 0s", "--duration: found 0.0; expected above 0 s"),
         (
             "--rate 50 --duration 500us",
             "--duration: found 500 us at a rate of 50/s, which is 0.025 calls; expected 1 or more: use a "
             "duration of at least 0.02 s, or a rate of at least 2000/s",
         ),
         ("--rate 0:0.3 --poisson --duration 6s", "found 6.00 s at a rate of 0.15/s, which is 0.9 calls"),
-        ("--concurrency 0.4", "--concurrency: found 0.4; expected a whole number of calls"),
         ("--inputs bits", "--inputs: found 'bits'; expected data, recipe"),
         ("--digest", "--digest: needs recipes as inputs"),
         ("--scenario smoke --digest", "--digest: needs recipes as inputs"),
@@ -294,19 +289,10 @@ def test_the_help_tells_every_exit_status() -> None:
         ),
         ("--find-capacity --precision nan", "--precision: found nan; expected 0.001 to 0.5"),
         ("--duration soon", "--duration: found 'soon'; expected a duration such as 50ms, 30s or 2m"),
-        ("--warm-up x", "--warm-up: found 'x'; expected a duration"),
-        (
-            "--warm-up 24h --duration 10s",
-            "--warm-up: found 86400.0; expected at most 9990 s with a duration of 10 s, because results "
-            "have at most 100000 windows of 0.1 s",
-        ),
         ("--warm-up 1000h", "--warm-up: found 3600000.0; expected 0 s and up to a week"),
         ("--scenario mixed-tenants --warm-up 1000h", "--warm-up: found 3600000.0; expected 0 s and"),
         ("--timeout 0s", "--timeout: found 0.0; expected above 0 s"),
         ("--duration 30", "--duration: found '30'; expected a duration with its unit, such as 30ms or 30s"),
-        ("--warm-up 0", "--warm-up: found '0'; expected a duration with its unit, such as 0ms or 0s"),
-        ("--timeout 2.5", "--timeout: found '2.5'; expected a duration with its unit, such as 2.5ms or"),
-        ("--slo p99=50", "--slo: p99: found '50'; expected a duration with its unit, such as 50ms or 50s"),
         ("--slo fast", "--slo: found 'fast'; expected p99=50ms"),
         ("--workers 0", "--workers: found 0; expected 1 to 64"),
         ("--scenario smoke --size small", "--size cannot be combined with --scenario: set it in the file"),
@@ -376,16 +362,6 @@ def test_comparisons_decide_the_exit_status(tmp_path: Path) -> None:
     assert "load: found" in failed(run("bench", "compare", paths["a"], paths["short"]), 2)
 
 
-def test_a_report_shown_again_says_all_that_the_run_said(tmp_path: Path) -> None:
-    """Also what takes the worth from its figures."""
-    path = tmp_path / "a.json"
-    path.write_text(result(late_s=0.1, slo=Slo.parse("p50=1ms")).as_json(), "utf-8")
-    done = run("bench", "report", str(path))
-    assert done.exit_code == 0, done.output
-    assert "The client was the bottleneck: calls were sent late: by 100 ms at p50" in done.stdout
-    assert "not judged: p50: 19.9 ms (objective: at most 1.00 ms)" in done.stdout
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("library", ["hdrh", "yaml"])
 def test_a_missing_library_is_one_line(library: str) -> None:
@@ -398,31 +374,23 @@ def test_a_missing_library_is_one_line(library: str) -> None:
 
 
 @pytest.mark.slow
-def test_operands_are_made_by_the_server_by_a_flag(server: ServerProcess, tmp_path: Path) -> None:
-    path = tmp_path / "a.json"
-    flags = ["--inputs", "recipe", "--digest", "--concurrency", "1", "--calls", "4", "--json", str(path)]
-    done = run("bench", *flags, ALL_THE_SAME, target=server.address)
-    assert done.exit_code == 0, done.output
-    assert "operands made by the server, not sent: group_norm_backward" in done.stdout
-    (workload,) = json.loads(path.read_text("utf-8"))["scenario"]["workloads"]
-    assert (workload["inputs"], workload["digest"], workload["request_bytes"]) == ("recipe", True, 0)
-
-
-@pytest.mark.slow
-def test_a_scenario_s_operands_can_be_made_by_the_server(server: ServerProcess, tmp_path: Path) -> None:
-    scenario = tmp_path / "s.yaml"
+def test_operands_are_made_by_the_server_by_a_flag_also_over_a_scenario(
+    server: ServerProcess, tmp_path: Path
+) -> None:
+    path, scenario = tmp_path / "a.json", tmp_path / "s.yaml"
     scenario.write_text(
         "workloads: [{operator: grid_sampler_2d_backward}]\narrival: closed\n"
         "load: [{concurrency: 1, duration: 60s}]\ncalls: 4\n",
         "utf-8",
     )
-    done = run(
-        "bench", "--scenario", str(scenario), "--inputs", "recipe", ALL_THE_SAME, target=server.address
-    )
+    flags = ["--scenario", str(scenario), "--inputs", "recipe", "--digest", "--json", str(path)]
+    done = run("bench", *flags, ALL_THE_SAME, target=server.address)
     assert done.exit_code == 0, done.output
     assert (
         "operands made by the server, not sent: grid_sampler_2d_backward float32 small recipe" in done.stdout
     )
+    (workload,) = json.loads(path.read_text("utf-8"))["scenario"]["workloads"]
+    assert (workload["inputs"], workload["digest"]) == ("recipe", True)
 
 
 @pytest.mark.slow
