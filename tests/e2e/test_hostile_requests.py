@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import grpc
@@ -173,7 +174,6 @@ def test_mask_of_the_wrong_length(record: OpRecord, channel: grpc.Channel, legal
 
 
 def _put(tensor: Any, **fields: Any) -> None:
-    """Puts values into a tensor's meta."""
     for name, value in fields.items():
         if isinstance(value, list):
             getattr(tensor.meta, name)[:] = value
@@ -366,7 +366,6 @@ def test_unknown_product(wire: Wire, legal: Legal) -> None:
 
 
 def send_bytes(channel: grpc.Channel, method: str, data: bytes) -> bytes:
-    """Calls a unary method with any bytes as its message."""
     call: Any = channel.unary_unary(f"/{method}")
     return bytes(call(data, timeout=TIMEOUT_S))
 
@@ -386,13 +385,15 @@ def test_bytes_that_are_no_message(channel: grpc.Channel) -> None:
 
 
 def test_bytes_that_are_no_frame(channel: grpc.Channel) -> None:
+    """The last two are chunks that are cut off."""
     execute: Any = channel.stream_stream("/npugrad.v1.BackwardService/Execute")
-    header = next(sample().frames()).SerializeToString()
-    for before in ([], [header]):
-        answer = execute(iter([*before, b"\xff" * 9]), timeout=TIMEOUT_S)
-        failure = failure_of(partial(list, answer))
+    header, chunk = [frame.SerializeToString() for frame in islice(sample().frames(), 2)]
+    for sent in ([b"\xff" * 9], [header, b"\xff" * 9], [header, chunk[:-1]], [header, chunk[:-100]]):
+        failure = failure_of(partial(list, execute(iter(sent), timeout=TIMEOUT_S)))
         assert failure.status is grpc.StatusCode.INVALID_ARGUMENT
-        assert "found 9 bytes that do not parse; expected npugrad.v1.ExecuteRequest" in str(failure.error)
+        assert type(failure.error) is MalformedRequest
+        said = f"found {len(sent[-1])} bytes that do not parse; expected npugrad.v1.ExecuteRequest"
+        assert said in str(failure.error)
 
 
 @pytest.mark.parametrize(

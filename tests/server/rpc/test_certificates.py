@@ -15,7 +15,6 @@ from tests.server.pool.pools import until
 
 from npugrad_server.config import ServerSettings
 from npugrad_server.rpc.certificates import LiveCertificates
-from npugrad_server.tls import TlsFilesError
 from npugrad_server.watched_files import UNCHANGED_LOOKS
 
 AUTHORITY = trustme.CA()
@@ -52,7 +51,6 @@ def folder(tmp_path: Path) -> Folder:
 
 @pytest.fixture
 def lines() -> Iterator[list[Any]]:
-    """What is logged."""
     with structlog.testing.capture_logs() as captured:
         yield captured
 
@@ -156,12 +154,6 @@ async def test_the_folder_of_a_secret_is_swapped_as_a_whole(tmp_path: Path) -> N
         put("..2026_2", second)
         await until(lambda: live.files is not old)
         assert (live.files.certificate, live.files.key) == second
-
-
-def test_files_that_cannot_be_used_are_refused_at_the_start(folder: Folder) -> None:
-    folder.key.write_bytes(b"")
-    with pytest.raises(TlsFilesError, match=r"tls_key: .* holds no unencrypted private key"):
-        LiveCertificates(folder.settings)
 
 
 async def test_files_are_taken_once_they_stay_the_same_or_at_once_if_asked(folder: Folder) -> None:
