@@ -42,7 +42,6 @@ SMALL = tuple(name for name, record in OPERATORS.items() if _travels_whole(recor
 
 
 def answer(record: OpRecord) -> bytes:
-    """Its answer, random data."""
     rng = np.random.default_rng(3)
     metas = record.infer(small_call(record))
     contents = {

@@ -89,14 +89,10 @@ def _views(record: OpRecord, response: Any) -> dict[str, Array]:
 
 
 class ClientCall:
-    """Our client."""
-
     def __init__(self, address: str) -> None:
-        """Opens it."""
         self._client = Client(address)
 
     def prepare(self, case: Mapping[str, Any]) -> Call:
-        """One call of an operator."""
         record = get_operator(case["operator"])
         (operands, attrs), names = _operands(record), _outputs(record)
         method = getattr(self._client, record.name)
@@ -109,14 +105,10 @@ class ClientCall:
 
 
 class StubCall:
-    """The generated stub."""
-
     def __init__(self, address: str) -> None:
-        """Opens a channel."""
         self._stub = backward_pb2_grpc.BackwardServiceStub(grpc.insecure_channel(address))
 
     def prepare(self, case: Mapping[str, Any]) -> Call:
-        """One call of an operator."""
         record = get_operator(case["operator"])
         method, request = getattr(self._stub, record.rpc), _request(record)
         return lambda: _views(record, method(request))
@@ -137,10 +129,7 @@ class _Burst:
 
 
 class AsyncClientBurst(_Burst):
-    """Our client for asyncio."""
-
     def prepare(self, case: Mapping[str, Any]) -> Call:
-        """A burst of calls of an operator."""
         record = get_operator(case["operator"])
         (operands, attrs), names = _operands(record), _outputs(record)
         client = AsyncClient(self._address)
@@ -154,10 +143,7 @@ class AsyncClientBurst(_Burst):
 
 
 class AsyncStubBurst(_Burst):
-    """The generated stub on grpc.aio."""
-
     def prepare(self, case: Mapping[str, Any]) -> Call:
-        """A burst of calls of an operator."""
         record = get_operator(case["operator"])
         request = _request(record)
 
@@ -176,11 +162,9 @@ class Imports:
     """A fresh interpreter that imports something and ends."""
 
     def __init__(self, program: str) -> None:
-        """Takes the program."""
         self._program = program
 
     def prepare(self, case: Mapping[str, Any]) -> Call:
-        """One interpreter."""
         command = [sys.executable, "-c", self._program]
 
         def call() -> Mapping[str, Array]:
@@ -191,7 +175,6 @@ class Imports:
 
 
 def run(effort: Effort) -> Iterator[Result | Figure]:
-    """Measures every case."""
     with LineProcess("tests.benchmarks.canned") as server:
         address = server.read()["address"]
         pair = _entries({OURS: "ClientCall", STUB: "StubCall"}, address=address)

@@ -168,7 +168,6 @@ class Loop:
 
 
 def tell(answer: Mapping[str, Any]) -> None:
-    """Writes one line of JSON to standard output."""
     sys.stdout.write(json.dumps(answer) + "\n")
     sys.stdout.flush()
 

@@ -39,10 +39,7 @@ def payload(nbytes: int) -> npt.NDArray[np.float32]:
 
 
 class GrpcEcho:
-    """A bare grpcio client."""
-
     def __init__(self, address: str, message: str) -> None:
-        """Opens a channel; a message is ``"protobuf"`` or ``"identity"``."""
         channel = grpc.insecure_channel(address, options=_OPTIONS)
         if message == "protobuf":
             serializers = BytesValue.SerializeToString, BytesValue.FromString
@@ -52,7 +49,6 @@ class GrpcEcho:
             self._echo = channel.unary_unary("/echo.Echo/Identity", None, None)
 
     def prepare(self, case: Mapping[str, Any]) -> Call:
-        """A call that sends an array of `nbytes` and returns one."""
         sent = payload(case["nbytes"])
 
         def call() -> Mapping[str, Array]:
@@ -63,10 +59,7 @@ class GrpcEcho:
 
 
 class TcpEcho:
-    """A raw client."""
-
     def __init__(self, address: str) -> None:
-        """Connects."""
         host, _, port = address.rpartition(":")
         self._socket = socket.create_connection((host, int(port)))
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

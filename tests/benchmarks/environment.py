@@ -24,7 +24,6 @@ _SETTINGS = (
 
 
 def environment() -> dict[str, str]:
-    """The facts by name."""
     facts = {
         "cpu": _cpu_field("model name") or platform.processor() or platform.machine(),
         "cores": f"{len(os.sched_getaffinity(0))} usable of {os.cpu_count()}",

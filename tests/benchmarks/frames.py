@@ -52,7 +52,6 @@ class Frames:
     calls: tuple[Counter[tuple[str, str, str]], ...]
 
     def of(self, process: str = "") -> list[int]:
-        """Frames of each call in one process, or in all."""
         return [
             sum(count for place, count in call.items() if process in ("", place[0])) for call in self.calls
         ]
@@ -67,7 +66,6 @@ class Frames:
 
 
 def run(effort: Effort) -> Iterator[Figure]:
-    """Counts."""
     found = count_frames(_CALLS // 4, _WARM_UP_CALLS // 4) if effort.quick else count_frames()
     peers = {name: statistics.median(found.of(name)) for name in (CLIENT, FRONT, WORKER)}
     yield figure(_PLACE, f"frames, median of {len(found.calls)} calls", found.of(), GOAL, peers=peers)
@@ -121,7 +119,6 @@ def _short(file: str) -> str:
 
 
 def _make_calls(address: str, calls: int, warm_up_calls: int) -> None:
-    """The client's part: warm calls, each with its number on the switch."""
     record = get_operator("group_norm_backward")
     call = record.build(dtype="float32", **_SIZES)
     operands = record.make_inputs(call, np.random.default_rng(11))

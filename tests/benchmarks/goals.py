@@ -28,12 +28,10 @@ class Goal:
 
 
 def at_least(must: float, stretch: float | None = None) -> Goal:
-    """A goal for a figure of which more is better."""
     return Goal(must, stretch)
 
 
 def at_most(must: float, stretch: float | None = None) -> Goal:
-    """A goal for a figure of which less is better."""
     return Goal(must, stretch, at_most=True)
 
 
@@ -63,14 +61,12 @@ class Figure:
         return self.goal.reached(self.value) if self.goal else ""
 
     def line(self, bench: str) -> str:
-        """The object on one line."""
         names = ("case", "dtype", "what", "unit", "value", "low", "high")
         found = {"bench": bench, **{name: getattr(self, name) for name in names}}
         limits = {name: getattr(self.goal, name, None) for name in ("must", "stretch")}
         return to_line({**found, **limits, "verdict": self.verdict or None, "peers": self.peers})
 
     def record(self) -> dict[str, object]:
-        """The figure for a file."""
         return {**asdict(self), "verdict": self.verdict}
 
 

@@ -55,7 +55,6 @@ class Effort:
         return max(least, min(_MOST_CALLS, math.ceil(self.slot_s / max(one_s, 1e-6))))
 
     def first(self, cases: Any, count: int = 1) -> list[Any]:
-        """The cases to measure."""
         return list(cases)[: count if self.quick else None]
 
 
@@ -76,7 +75,6 @@ class Row:
     high: float
 
     def line(self) -> str:
-        """The object on one line."""
         return to_line(asdict(self))
 
 
@@ -99,7 +97,6 @@ class Result:
     unit: str = "s"
 
     def rows(self, bench: str) -> list[Row]:
-        """The ratio of each peer, with its spread."""
         found = []
         for peer in self.peers:
             ratios = self.ratios(peer)

@@ -23,14 +23,10 @@ Grads = Mapping[str, jax.Array]
 
 
 class JaxCall:
-    """JAX in the caller's process, with its own threads."""
-
     def prepare(self, case: Mapping[str, Any]) -> Call:
-        """One compiled call, from the operator's operands to its results."""
         return self.on(case, *made(case))
 
     def on(self, case: Mapping[str, Any], call: CallMeta, operands: Operands) -> Call:
-        """The same with operands that are there."""
         arrays = {
             name: jnp.asarray(array)
             for name, array in operands.items()

@@ -73,12 +73,10 @@ class KernelCase:
 
     @property
     def label(self) -> str:
-        """Operator and sizes."""
         return f"{self.operator} {self.name}"
 
     @property
     def roofline(self) -> str:
-        """Which limit of the machine it is held against."""
         return FMA if self.flops else DRAM
 
     @property

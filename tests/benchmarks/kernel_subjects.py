@@ -23,29 +23,20 @@ _TRIAD_STREAMS, _TRIAD_ITEMSIZE = 3, 4
 
 
 class _WithKernels:
-    """Has the kernels that fit, and the probes beside them."""
-
     def __init__(self) -> None:
         self._kernels = Kernels(thread_count())
 
 
 class _InProcess(_WithKernels):
-    """Our kernel, in the caller's process."""
-
     def prepare(self, case: Mapping[str, Any]) -> Call:
-        """One call, of operands made here."""
         return self.on(case, *made(case))
 
     def on(self, case: Mapping[str, Any], call: CallMeta, operands: Operands) -> Call:
-        """One call, of operands that are there."""
         raise NotImplementedError
 
 
 class FreshKernelCall(_InProcess):
-    """Our kernel; results are new arrays of NumPy's."""
-
     def on(self, case: Mapping[str, Any], call: CallMeta, operands: Operands) -> Call:
-        """One call into new arrays."""
         record, spare = get_operator(case["operator"]), list[Block]()
 
         def in_process() -> Mapping[str, Array]:
@@ -63,7 +54,6 @@ class KernelCall(_InProcess):
     """
 
     def on(self, case: Mapping[str, Any], call: CallMeta, operands: Operands) -> Call:
-        """One call into the arena."""
         record, spare = get_operator(case["operator"]), list[Block]()  # as the service keeps them
         metas = results_of(case, call)
         offsets, nbytes = {}, 0
@@ -95,7 +85,6 @@ class DramRoofline(_WithKernels):
     """As many bytes as a case has operands and results, by a non-temporal triad on all threads."""
 
     def prepare(self, case: Mapping[str, Any]) -> Call:
-        """Moves the bytes, between arrays that are there."""
         call, _ = made(case)
         metas = [*call.inputs.values(), *get_operator(case["operator"]).infer(call).values()]
         nbytes = sum(meta.nbytes for meta in metas if meta is not None)
@@ -116,7 +105,6 @@ class FmaRoofline(_WithKernels):
     """As many floating-point operations as a case needs, as multiply-adds on registers on all threads."""
 
     def prepare(self, case: Mapping[str, Any]) -> Call:
-        """Does the operations of one call."""
         once = float(self._kernels.functions.npugrad_probe_fma(self._kernels.context, 1))
         repeats = max(1, round(case["flops"] / once))
 

@@ -71,13 +71,11 @@ class Choice:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables of every contestant's process."""
         threads = str(self.threads or len(os.sched_getaffinity(0)))
         found = {THREADS: threads, "OPENBLAS_NUM_THREADS": threads}
         return {**found, SETTING: self.variant} if self.variant else found
 
     def has(self, case: KernelCase) -> bool:
-        """Whether a case is one of them."""
         return self.operator in case.operator and self.case in case.name and self.dtype in case.dtype
 
     @property
@@ -86,7 +84,6 @@ class Choice:
         return f"kernels-{self.variant}" if self.variant else "kernels"
 
     def cases(self, effort: Effort) -> list[KernelCase]:
-        """Those that are measured."""
         return effort.first(case for case in all_cases() if self.has(case))
 
 

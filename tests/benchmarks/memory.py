@@ -73,7 +73,6 @@ _LOADS = {
 
 
 def run(effort: Effort, *, whole: bool = False) -> Iterator[Figure]:
-    """Measures every case, if wanted with as many calls as were promised."""
     peaks = [_peak() for _ in range(1 if effort.quick else _PEAKS)]
     for who, content in ((SERVER, 2 * _PEAK_BYTES), (CLIENT, _PEAK_BYTES)):
         first, later = ([peak[call][who] / content for peak in peaks] for call in (0, 1))

@@ -50,7 +50,6 @@ class LineProcess:
         python: str = sys.executable,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """Starts it, in the environment of this process with some variables more."""
         self._name = " ".join((module, *arguments))
         self._process = subprocess.Popen(
             [python, "-m", module, *arguments],
@@ -85,7 +84,6 @@ class LineProcess:
         return json.loads(line)
 
     def ask(self, question: Mapping[str, Any]) -> Any:
-        """Sends a question and returns the answer; errors as in `read`."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(question) + "\n")
         self._process.stdin.flush()
@@ -114,7 +112,6 @@ class Entry:
     environment: Mapping[str, str] = field(default_factory=dict)
 
     def process(self) -> LineProcess:
-        """A process of its own; see `tests.benchmarks.contestant` for what it can be asked."""
         made = json.dumps({"subject": self.subject, **self.arguments})
         return LineProcess(
             "tests.benchmarks.contestant", made, python=self.python, environment=self.environment
@@ -142,7 +139,6 @@ class Contestant:
         self._calls, self.fingerprint = self._effort.calls(answer["one_s"]), answer["fingerprint"]
 
     def median_s(self) -> float:
-        """One slot of calls, one after the other: median seconds of a call."""
         return float(self._ask({"do": "time", "calls": self._calls})["median_s"])
 
     def loaded_s(self, concurrency: int) -> Callable[[], float]:
@@ -156,7 +152,6 @@ class Contestant:
         return found
 
     def close(self) -> None:
-        """Ends its process."""
         if self._process:
             self._process.close()
 
@@ -179,7 +174,6 @@ class Field:
         return name in self._entries
 
     def __getitem__(self, name: str) -> Contestant:
-        """The contestant, started if it does not run."""
         if name not in self._running:
             self._running[name] = Contestant(self._entries[name], self._effort)
         return self._running[name]
@@ -192,7 +186,6 @@ class Field:
         return found
 
     def end(self, name: str) -> None:
-        """Ends a contestant; the next use starts it again."""
         self._running.pop(name).close()
 
 

@@ -96,14 +96,10 @@ TOLERANCE = {"float32": 1e-3, "bfloat16": 3e-2}
 
 
 class ServiceCall:
-    """Our client."""
-
     def __init__(self, address: str) -> None:
-        """Opens a client."""
         self._client = Client(address)
 
     def prepare(self, case: Mapping[str, Any]) -> Call:
-        """One call through the service."""
         call, operands = made(case)
         method = getattr(self._client, case["operator"])
         names = results_of(case, call)
@@ -116,10 +112,7 @@ class ServiceCall:
 
 
 class ReferenceCall:
-    """The reference, in the caller's process."""
-
     def prepare(self, case: Mapping[str, Any]) -> Call:
-        """One call into new arrays."""
         call, operands = made(case)
         record = get_operator(case["operator"])
 
@@ -132,7 +125,6 @@ class ReferenceCall:
 
 
 def run(effort: Effort) -> Iterator[Result | Figure]:
-    """Measures every case."""
     yield from _operators(effort)
     for label, devices in effort.first(LOADED.items()):
         yield from _throughput(effort, label, devices)

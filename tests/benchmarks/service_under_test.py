@@ -47,6 +47,5 @@ def running_service(
 def service(
     devices: str, environment: Mapping[str, str] | None = None, program: Sequence[str] = SERVER_PROGRAM
 ) -> Iterator[str]:
-    """The same; yields its address."""
     with running_service(devices, environment=environment, program=program) as running:
         yield running.address

@@ -28,7 +28,6 @@ class NativeCall(TorchCall):
     """Its operator in the caller's process, with one thread or torch's default as `TorchCall`."""
 
     def on(self, case: Mapping[str, Any], call: CallMeta, operands: Operands) -> Call:
-        """One backward pass."""
         arrays = [operands[name] for name in _OPERANDS]
         tensors = [as_tensor(array) for array in arrays if array is not None]
         native = importlib.import_module("torch_ms_deform_attn._ops").backward

@@ -29,18 +29,13 @@ _TRIALS, _TRIALS_S = 5, 1.0
 
 
 class TorchCall:
-    """torch in the caller's process."""
-
     def __init__(self) -> None:
-        """Notes how many threads torch takes by default."""
         self._threads = sorted({1, torch.get_num_threads()})
 
     def prepare(self, case: Mapping[str, Any]) -> Call:
-        """One backward pass."""
         return self.on(case, *made(case))
 
     def on(self, case: Mapping[str, Any], call: CallMeta, operands: Operands) -> Call:
-        """The same with operands that are there."""
         tensors = {name: as_tensor(array) for name, array in operands.items() if array is not None}
         backward = _backward_of(get_operator(case["operator"]), tensors, call.attrs)
         self.take_threads(backward)
@@ -69,7 +64,6 @@ def as_tensor(array: Array) -> torch.Tensor:
 
 
 def as_array(tensor: torch.Tensor) -> Array:
-    """A contiguous tensor's memory as an array."""
     found = tensor.contiguous()
     if found.dtype is torch.bfloat16:
         return found.view(torch.int16).numpy().view(ml_dtypes.bfloat16)

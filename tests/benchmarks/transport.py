@@ -88,14 +88,10 @@ def arguments(nbytes: int) -> dict[str, Any]:
 
 
 class ServiceEcho:
-    """Our client, made to send and receive the same number of bytes."""
-
     def __init__(self, address: str) -> None:
-        """Opens a client."""
         self._client = Client(address)
 
     def prepare(self, case: Mapping[str, Any]) -> Call:
-        """A call that sends an image of `nbytes` and returns its gradient."""
         given = arguments(case["nbytes"])
 
         def call() -> Mapping[str, Array]:
@@ -109,11 +105,9 @@ class StubEcho:
     """The generated stub, with a request that is there, for the service without its client."""
 
     def __init__(self, address: str) -> None:
-        """Opens a channel."""
         self._stub = backward_pb2_grpc.BackwardServiceStub(grpc.insecure_channel(address))
 
     def prepare(self, case: Mapping[str, Any]) -> Call:
-        """The call of `ServiceEcho`; its result is a view of the answer."""
         given = arguments(case["nbytes"])
         image = given["input"]
         operands = {param.name: given.pop(param.name) for param in GRID_SAMPLER.inputs}
@@ -136,7 +130,6 @@ def _check(found: Mapping[str, Array], image: Array) -> None:
 
 
 def run(effort: Effort) -> Iterator[Result | Figure]:
-    """Measures every case."""
     echo = "tests.benchmarks.echo"
     with service(DEVICES) as ours, bare_server("grpc") as grpc_server, bare_server("tcp") as tcp:
         entries = {

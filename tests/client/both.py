@@ -86,7 +86,6 @@ PAIRS = pytest.mark.parametrize(
 
 
 def call_once(make: Make, target: Any, call: dict[str, Any] | None = None, **options: Any) -> Any:
-    """What a new client gets for one call."""
     with make(target, **{"timeout_s": LIMIT_S, **options}) as client:
         return client.group_norm_backward(**(call or group_norm()))
 
@@ -104,7 +103,6 @@ def failures(monkeypatch: pytest.MonkeyPatch) -> threading.Semaphore:
 
 
 def caught(act: Callable[[], Any]) -> Any:
-    """What a call gives back, or raises."""
     try:
         return act()
     except Exception as error:

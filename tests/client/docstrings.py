@@ -65,7 +65,6 @@ class Documented:
 
     @property
     def examples(self) -> list[doctest.Example]:
-        """What stands in its section of examples."""
         return _PARSER.get_examples(cleandoc(self.doc).partition("Example:\n")[2])
 
 

@@ -166,12 +166,10 @@ def response(
 
 
 def zeros(record: OpRecord, request: Any, context: Context) -> Any:
-    """Answers a unary call with zeros."""
     return response(record, decoded(record, request))[0]
 
 
 def read_header(frames: Iterator[backward_pb2.ExecuteRequest]) -> tuple[OpRecord, Any]:
-    """The first frame of a stream, which must be a header."""
     return codec.unwrap(next(frames).header)
 
 
@@ -190,19 +188,16 @@ def stream_zeros(
 
 
 def header_frame(record: OpRecord, message: Any) -> backward_pb2.ExecuteResponse:
-    """The header of a reply."""
     return backward_pb2.ExecuteResponse(
         header=codec.wrap(backward_pb2.ExecuteResponseHeader(), record, message)
     )
 
 
 def chunk_frame(operand: int, offset: int, data: bytes) -> backward_pb2.ExecuteResponse:
-    """A chunk of a reply."""
     return backward_pb2.ExecuteResponse(chunk=backward_pb2.Chunk(operand=operand, offset=offset, data=data))
 
 
 def abort_with(context: Context, error: NpugradError) -> None:
-    """Ends a call as the service does."""
     status = encode_status(error, request_id="abc123")
     context.set_trailing_metadata(((STATUS_KEY, status.SerializeToString()),))
     context.abort(grpc.StatusCode[grpc_status_name(error)], status.message)
@@ -241,7 +236,6 @@ class Gate:
             self._now -= 1
 
     def wait_for_call(self) -> None:
-        """Returns when a call is held."""
         self._arrived.get(timeout=30)
 
     def wait_until_given_up(self) -> None:
@@ -249,7 +243,6 @@ class Gate:
         assert self.given_up.acquire(timeout=30), "the server never heard of it"
 
     def unary(self, record: OpRecord, request: Any, context: Context) -> Any:
-        """A handler that is held, and answers with zeros."""
         self.hold(context)
         return zeros(record, request, context)
 

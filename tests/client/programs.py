@@ -38,7 +38,6 @@ def start(code: str, *arguments: str, stderr: IO[str], **env: str) -> Process:
 
 
 def run(code: str, *arguments: object, **env: str) -> subprocess.CompletedProcess[str]:
-    """Runs Python code to its end."""
     with tempfile.TemporaryFile("w+") as stderr:
         process = start(code, *map(str, arguments), stderr=stderr, **env)
         assert process.stdout is not None

@@ -18,7 +18,6 @@ class Terminal:
     """A program whose standard error is a terminal of 100 columns; ended with the block."""
 
     def __init__(self, code: str, *arguments: str, **environment: str) -> None:
-        """Starts it, as `start` does."""
         self._shown, stderr = pty.openpty()
         fcntl.ioctl(stderr, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
         # What is in the environment wins over the terminal's size, and tests inherit it of who runs them.

@@ -21,8 +21,6 @@ Array = npt.NDArray[Any]
 
 
 class OnlyArray:
-    """Speaks the array protocol and nothing else."""
-
     def __init__(self, values: Any) -> None:
         self.values = values
 
@@ -31,8 +29,6 @@ class OnlyArray:
 
 
 class OnlyDLPack:
-    """Speaks DLPack and nothing else."""
-
     def __init__(self, values: Array, device: tuple[int, int] = (1, 0)) -> None:
         self.values, self.device = values, device
 
@@ -55,7 +51,6 @@ def same_memory(left: Array, right: Array) -> bool:
 
 
 def packed(value: Any) -> tuple[TensorMeta, memoryview]:
-    """Meta and content of an operand with data."""
     meta, content = _arrays.pack(_arrays.to_numpy(value, "op", "x"))
     assert content is not None
     return meta, content

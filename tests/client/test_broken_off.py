@@ -96,7 +96,6 @@ class _Connection(socketserver.StreamRequestHandler):
 
 @contextmanager
 def peer(answer: list[bytes]) -> Iterator[Peer]:
-    """A peer for a block."""
     with Peer(answer) as made:
         threading.Thread(target=made.serve_forever, args=(0.01,), daemon=True).start()
         try:

@@ -65,7 +65,6 @@ def prepared(
 
 
 def reply(call: Prepared, chunk_from_bytes: int = 1) -> Frames:
-    """A right reply of zeros."""
     message, follow = response(RECORD, dict(RECORD.infer(call.call)), chunk_from_bytes)
     frames = [header_frame(RECORD, message)]
     for operand, data in follow:
@@ -78,7 +77,6 @@ def reply(call: Prepared, chunk_from_bytes: int = 1) -> Frames:
 
 
 def read_frames(prepared: Prepared, frames: Iterable[backward_pb2.ExecuteResponse]) -> Answer:
-    """Reads frames as the channel hands them over."""
     decode = frame_decoder(backward_pb2.ExecuteResponse)
     attempt = Attempt(RECORD.name, "here")
     return _frames.read_frames(prepared, (decode(frame.SerializeToString()) for frame in frames), attempt)
@@ -168,7 +166,6 @@ def described(dtype: str, shape: tuple[int, ...] = SHAPE, nbytes: int | None = N
 
 
 def headed(message: Any = None, operator: str = RECORD.name) -> Lie:
-    """Another header."""
     if message is None:
         message = header_frame(OPERATORS[operator], REGISTRY.responses[operator]())
     return lambda frames: [message, *frames[1:]]

@@ -35,7 +35,6 @@ Array = npt.NDArray[Any]
 
 @contextmanager
 def held() -> Iterator[tuple[Gate, str]]:
-    """A service that holds calls, and its address."""
     gate = Gate()
     with fake_service(before=gate.hold) as seen:
         try:

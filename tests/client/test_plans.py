@@ -55,7 +55,6 @@ def answer_of(call: Prepared, fill: int = 0) -> Any:
 
 
 def answered(call: Prepared) -> Mapping[str, Any]:
-    """The results of a right reply of zeros."""
     return read_unary(call, answer_of(call).SerializeToString(), HERE).arrays
 
 

@@ -56,7 +56,6 @@ def fail(made: RetrySchedule, now: float, error: NpugradError, at: float | None 
 
 
 def ended(made: RetrySchedule, now: float, kind: type[NpugradError]) -> NpugradError:
-    """What a call raises in the end."""
     with pytest.raises(kind) as caught:
         made.next(now)
     return caught.value

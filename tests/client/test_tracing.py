@@ -37,20 +37,16 @@ class Spans:
         self.provider.add_span_processor(SimpleSpanProcessor(self._kept))
 
     def all(self) -> list[ReadableSpan]:
-        """Everything, by its start."""
         return sorted(self._kept.get_finished_spans(), key=lambda span: span.start_time or 0)
 
     def call(self) -> ReadableSpan:
-        """That of the only call."""
         (found,) = (span for span in self.all() if span.name == OPERATOR)
         return found
 
     def tries(self) -> list[ReadableSpan]:
-        """Those of tries."""
         return [span for span in self.all() if span.kind is SpanKind.CLIENT]
 
     def inside(self, parent: ReadableSpan) -> list[ReadableSpan]:
-        """The children of a span."""
         return [span for span in self.all() if span.parent and span.parent.span_id == ids(parent).span_id]
 
 
@@ -59,7 +55,6 @@ def ids(span: ReadableSpan) -> SpanContext:
 
 
 def said(span: ReadableSpan) -> dict[str, Any]:
-    """Its attributes."""
     return dict(span.attributes or {})
 
 

@@ -55,7 +55,6 @@ class Cluster:
     """A namespace of a cluster, by kubectl."""
 
     def __init__(self, context: str, namespace: str) -> None:
-        """Looks for kubectl, and asks whether the cluster of a context answers; else raises `Skipped`."""
         found = shutil.which("kubectl")
         if found is None:
             raise Skipped("kubectl is not installed")
@@ -255,7 +254,6 @@ def _rolled(cluster: Cluster, load: Sequence[dict[str, Any]]) -> str:
 
 
 def _counted(cluster: Cluster, least: int) -> dict[str, Any]:
-    """The last counts of the load, once it has made so many calls: kubectl follows its log."""
     with cluster.lines("logs", f"job/{LOAD}", "--follow", "--tail=1", timeout_s=_INSTALL_S) as lines:
         for line in lines:
             if not line.startswith("{"):

@@ -23,7 +23,6 @@ CALLERS, CALL_S, LINE_S = 4, 60.0, 1.0
 
 
 def main() -> None:
-    """Calls until SIGTERM."""
     target, authority = sys.argv[1:]
     is_over, counts, failed = threading.Event(), Counter[str](), Counter[str]()
     signal.signal(signal.SIGTERM, lambda *_: is_over.set())

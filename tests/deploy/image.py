@@ -98,7 +98,6 @@ def why_not() -> str:
 
 @contextmanager
 def storage() -> Iterator[list[str]]:
-    """The command of a builder whose images are nobody else's; they are removed in the end."""
     folder = WORK / "storage"
     shutil.rmtree(folder, ignore_errors=True)
     (folder / "run").mkdir(parents=True)
@@ -141,7 +140,6 @@ def _proxies() -> list[str]:
 
 
 def fetch_wheels() -> None:
-    """Fetches the pinned wheels as pip on this host is set up to."""
     pins = [f"deploy/image/requirements-{name}.txt" for name in ("build", "server")]
     asked = [part for path in pins for part in ("-r", path)]
     pip = (sys.executable, "-m", "pip", "download", "--quiet", "--only-binary=:all:", "--require-hashes")

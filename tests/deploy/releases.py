@@ -123,7 +123,6 @@ class Release:
 
     @property
     def kind(self) -> str:
-        """Of its devices."""
         return "cpu" if self.profile == "cpu" else "npu"
 
     @cached_property

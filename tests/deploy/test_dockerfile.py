@@ -65,7 +65,6 @@ def commands() -> list[list[str]]:
 
 @pytest.fixture(scope="module")
 def project() -> dict[str, Any]:
-    """Return pyproject.toml of the server."""
     return tomllib.loads((ROOT / "server" / "pyproject.toml").read_text("utf-8"))
 
 
@@ -190,7 +189,6 @@ def test_wheels_can_be_for_another_machine(settings: dict[str, str], told: str, 
 
 
 def _built(source: Path, folder: Path, **settings: str) -> subprocess.CompletedProcess[str]:
-    """Build a wheel into a folder, by a compiler that takes no time."""
     compiler = folder / "c++"
     compiler.write_text(FAST_COMPILER)
     compiler.chmod(0o755)
@@ -203,14 +201,12 @@ def _built(source: Path, folder: Path, **settings: str) -> subprocess.CompletedP
 
 
 def _libraries(path: Path) -> list[str]:
-    """Return the names of the kernels' libraries in a wheel."""
     with zipfile.ZipFile(path) as wheel:
         names = wheel.namelist()
     return sorted(name.removeprefix(LIBRARIES) for name in names if name.startswith(LIBRARIES))
 
 
 def _copy(source: Path, target: Path) -> None:
-    """Copy a file or a folder without compiled Python."""
     target.parent.mkdir(parents=True, exist_ok=True)
     if source.is_dir():
         shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__", "*.pyc", "*.so"))

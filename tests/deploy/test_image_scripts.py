@@ -146,7 +146,6 @@ def test_base_whose_account_cannot_open_devices_fails_the_build(
 
 
 def _make_account(root: Path, passwd: str, group: str) -> subprocess.CompletedProcess[str]:
-    """Run account.sh on a root file system with these two files."""
     (root / "etc").mkdir(exist_ok=True)
     (root / "etc/passwd").write_text(passwd)
     (root / "etc/group").write_text(group)
@@ -178,6 +177,5 @@ def _checked(server: Path, **environment: str) -> subprocess.CompletedProcess[st
 
 
 def _script(name: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a script of the image with exactly this environment."""
     command = ["/bin/sh", str(IMAGE / name), *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)

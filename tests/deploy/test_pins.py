@@ -28,13 +28,11 @@ PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 
 @pytest.fixture(scope="module")
 def project() -> dict[str, Any]:
-    """Return pyproject.toml of the server."""
     return tomllib.loads((ROOT / "server" / "pyproject.toml").read_text("utf-8"))
 
 
 @pytest.fixture(scope="module")
 def asked() -> list[str]:
-    """Return what contract, client and server need, none of them included."""
     return [str(each) for each in requirements()]
 
 
@@ -92,7 +90,6 @@ def _assert_pinned(name: str, asked: list[str], python: str) -> None:
 
 
 def _closure(asked: list[str]) -> set[str]:
-    """Return the distributions that the requirements need here, directly or not, extras included."""
     done: set[tuple[str, str]] = set()
     todo = [pair for each in map(Requirement, asked) for pair in _wanted(each)]
     while todo:

@@ -28,7 +28,6 @@ _TOOL_S = 60
 
 
 def rules() -> list[dict[str, Any]]:
-    """Return every rule."""
     return [rule for group in yaml.safe_load(RULES.read_text("utf-8"))["groups"] for rule in group["rules"]]
 
 
@@ -98,7 +97,6 @@ def test_every_alert_has_a_test_of_firing_and_resolving_and_a_paragraph_in_the_r
 
 @pytest.fixture(scope="module")
 def page(certificates: Certificates, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Return the page of a server with TLS."""
     flags = "--metrics-listen", "127.0.0.1:0", *certificates.flags
     log = tmp_path_factory.mktemp("page") / "server.log"
     with run_quick_server(log, *flags, credentials=certificates.credentials()) as running:

@@ -17,13 +17,11 @@ from npugrad_client import Client
 
 @pytest.fixture(scope="session")
 def tally(pytestconfig: pytest.Config) -> Tally:
-    """Counts for the summary of the run."""
     return tally_of(pytestconfig, "end to end")
 
 
 @pytest.fixture(scope="session")
 def victim(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """A server with small arenas for hostile tests."""
     with run_victim(tmp_path_factory.mktemp("victim")) as running:
         yield running
 
@@ -36,7 +34,6 @@ def normal() -> Sample:
 
 @pytest.fixture(scope="module")
 def channel(victim: ServerProcess) -> Iterator[grpc.Channel]:
-    """A channel to the victim."""
     with victim.channel() as opened:
         yield opened
 
@@ -50,13 +47,11 @@ def server_channel(server: ServerProcess) -> Iterator[grpc.Channel]:
 
 @pytest.fixture(scope="module")
 def wire(channel: grpc.Channel) -> Wire:
-    """Raw stubs of the victim."""
     return Wire.of(channel)
 
 
 @pytest.fixture(scope="module")
 def client(victim: ServerProcess) -> Iterator[Client]:
-    """A client of the victim."""
     with Client(victim.address, timeout_s=TIMEOUT_S, retry=None) as opened:
         yield opened
 

@@ -113,7 +113,6 @@ def _bits(array: Array) -> Array:
 
 
 def outputs_of(record: OpRecord, result: Any) -> dict[str, Any]:
-    """Outputs of a typed result by name."""
     return {param.name: getattr(result, param.name) for param in record.outputs}
 
 
@@ -170,7 +169,6 @@ class Wire:
 
     @classmethod
     def of(cls, channel: grpc.Channel) -> Wire:
-        """Stubs on a channel."""
         return cls(
             channel,
             backward_pb2_grpc.BackwardServiceStub(channel),
@@ -179,17 +177,14 @@ class Wire:
         )
 
     def unary(self, record: OpRecord, message: Any) -> dict[str, Array | None]:
-        """The results of a unary call, whose message may be given as bytes."""
         result = call_unary(self.channel, record, message)
         return arrays_of(result, {name: found.data or b"" for name, found in result.contents.items()})
 
     def execute(self, frames: Frames, registry: Registry = REGISTRY) -> dict[str, Array | None]:
-        """The results of a streamed call."""
         reply = call_execute(self.channel, frames, registry=registry)
         return arrays_of(reply.result, reply.contents)
 
     def info(self) -> server_pb2.GetServerInfoResponse:
-        """What the server says of itself."""
         return self.server.GetServerInfo(server_pb2.GetServerInfoRequest(), timeout=CALL_TIMEOUT_S)
 
 
@@ -220,7 +215,6 @@ def interleaved(
 
 
 def both_ways(channel: grpc.Channel, record: OpRecord, message: Any) -> list[NpugradError]:
-    """How a message is refused as a unary call and as the header of a stream."""
     failures = [
         failure_of(lambda: call_unary(channel, record, message)),
         failure_of(

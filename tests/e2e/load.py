@@ -45,16 +45,13 @@ class Work:
 
     @property
     def record(self) -> OpRecord:
-        """The operator."""
         return self.sample.record
 
     def send(self, client: Client, label: str = "") -> Any:
-        """The typed result."""
         method = getattr(client, self.record.name)
         return method(**self.sample.arrays, **self.sample.call.attrs, label=label)
 
     def is_right(self, result: Any) -> bool:
-        """Whether a typed result is the expected one, bit for bit."""
         return not differences(self.expected, outputs_of(self.record, result))
 
 
@@ -117,7 +114,6 @@ class Load(ABC):
         self.stop()
 
     def enough(self) -> None:
-        """No more calls than the number given at the start."""
         self._enough.set()
 
     def stop(self) -> None:

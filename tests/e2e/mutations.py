@@ -160,7 +160,6 @@ def _decoded(record: OpRecord, data: bytes) -> tuple[str, CallMeta | None]:
 
 
 def assert_answered(wire: Wire, record: OpRecord, data: bytes) -> str:
-    """Sends bytes as a unary call and as a header; returns the reason of the right answer to the former."""
     frames = [as_header(record, data)]
     _assert_told(
         foretell(record, data, chunked=True), record, lambda: wire.execute(frames, registry_of(record))
@@ -232,7 +231,6 @@ ENTRIES = {"int64_array": _int64, "float_array": _float, "bool_array": VALUES["b
 
 
 def _damage_tensor(rng: Random, tensor: Any) -> None:
-    """Changes one thing of a tensor."""
     what = rng.choice(("dtype", "format", "shape", "axis", "strides", "offset", "data", "kind"))
     if what == "dtype":
         tensor.meta.data_type = rng.randint(-1, 30)
@@ -270,7 +268,6 @@ def _fit(tensor: Any) -> None:
 
 
 def _damage_attribute(rng: Random, message: Any, param: Any) -> None:
-    """Gives an attribute another value, legal or not."""
     field = getattr(message, param.name)
     if param.type in ENTRIES:
         size = rng.choice((*range(6), MAX_ENTRIES, MAX_ENTRIES + 1))
@@ -286,7 +283,6 @@ def _damage_attribute(rng: Random, message: Any, param: Any) -> None:
 
 
 def good(made: Sample) -> Any:
-    """The request of a legal call."""
     if made.record is not FLOYD:
         return made.message()
     return codec.unwrap(made.header()[0].header)[1]

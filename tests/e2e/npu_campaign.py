@@ -65,16 +65,13 @@ class Campaign:
 
     @property
     def wrong(self) -> int:
-        """Results outside the tolerance."""
         return sum(not answer.right for answer in self.answers if answer.info is not None)
 
     @property
     def lost(self) -> int:
-        """Calls without an answer."""
         return self.sent - len(self.answers)
 
     def line(self) -> str:
-        """The counts, for the summary of the run."""
         told = sum(answer.told is not None for answer in self.answers)
         return (
             f"{self.faults.total()} faults ({', '.join(f'{n} {a}' for a, n in self.faults.most_common())}), "

@@ -69,7 +69,6 @@ class Server:
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """Names of its devices."""
         return tuple(f"npu:{index}" for index in range(self.count))
 
 
@@ -129,7 +128,6 @@ class FaultCase:
     unsaid: str = "\n"
 
     def __str__(self) -> str:
-        """Its name, as the id of the test."""
         return self.name
 
 

@@ -103,12 +103,10 @@ class NpuLoad(Load):
 
     @contextmanager
     def caller(self) -> Iterator[Callable[[Work], Answer]]:
-        """Opens a channel."""
         with self._running.channel() as channel:
             yield lambda work: _answer(work, channel, self._timeout_s)
 
     def wait_until(self, reached: Callable[[Answer], bool]) -> None:
-        """Waits until there is such an answer."""
         self.wait(lambda: any(map(reached, self.answers)), "such an answer")
 
     def send(self, work: Work, timeout_s: float | None) -> None:

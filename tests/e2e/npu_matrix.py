@@ -40,7 +40,6 @@ class Watch:
     """
 
     def __init__(self, running: ServerProcess) -> None:
-        """Starts to listen when it is entered."""
         self.heard: list[int] = []
         self._channel = running.channel()
         self._thread = threading.Thread(target=self._listen, daemon=True)
@@ -166,7 +165,6 @@ class Site:
     # ------------------------------------------------------------------------------------- what is waited for
 
     def _await_states(self, down: set[str]) -> None:
-        """Waits until every device is ready, but for some that are out of service."""
         wanted = [DOWN if name in down else READY for name in self._kind.devices]
         eventually(
             lambda: [device.state for device in self._wire.info().devices] == wanted,

@@ -72,18 +72,15 @@ class Finding:
 
     @property
     def sick(self) -> tuple[str, ...]:
-        """Devices that were ill."""
         restarted = self.later.restarts.items()
         return self.case.sick or tuple(n for n, count in restarted if count > self.before.restarts[n])
 
     @property
     def replaced(self) -> int:
-        """Workers that were started anew."""
         return sum(self.later.restarts.values()) - sum(self.before.restarts.values())
 
     @property
     def lost(self) -> int:
-        """Calls without an answer, by us and by the server's own count."""
         counted = self.later.ends.total() - self.before.ends.total()
         return max(self.sent - len(self.answers), self.sent + len(self.afterwards) - counted)
 
@@ -98,11 +95,9 @@ class Finding:
 
     @property
     def wrong(self) -> int:
-        """Results outside the tolerance."""
         return sum(not answer.right for answer in self.answers if answer.info is not None)
 
     def line(self) -> str:
-        """The counts, for the summary of the run."""
         failed = {expected.reason: self.failed[expected.reason] for expected in self.case.errors}
         return (
             f"sent={self.sent} right={self.right(elsewhere=False)} "
@@ -153,7 +148,6 @@ def _judge_callers(found: Finding) -> None:
 
 
 def is_told(answer: Answer, expected: Expected) -> bool:
-    """Whether a caller got this error."""
     told = answer.told
     if told is None or told.status is not expected.status:
         return False
@@ -183,7 +177,6 @@ def _judge_devices(found: Finding) -> None:
 
 
 def _went(found: Finding, device: str, state: str) -> int:
-    """How often a device went into a state."""
     return found.later.moves[device, state] - found.before.moves[device, state]
 
 

@@ -71,7 +71,6 @@ class ServiceAddress:
         self.cut.set()
 
     def close(self) -> None:
-        """Ends every connection."""
         for end in (self._listener, *self._ends):
             with suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)  # wakes whoever waits for it, which closing alone does not
@@ -82,7 +81,6 @@ class ServiceAddress:
 
 @contextmanager
 def service_address(*servers: str, **cut_after: float) -> Iterator[ServiceAddress]:
-    """One address for a block."""
     made = ServiceAddress(*servers, **cut_after)
     try:
         yield made

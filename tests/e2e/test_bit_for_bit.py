@@ -86,7 +86,6 @@ class Call:
 
     @classmethod
     def of(cls, name: str, record: OpRecord, meta: CallMeta, *, is_expanded: bool = False) -> Call:
-        """Data of its own for each name, the same in every run."""
         made = record.make_inputs(meta, np.random.default_rng(zlib.crc32(name.encode())))
         if is_expanded:
             made = {n: a if a is None or n in INDEX_OPERANDS else expanded(a) for n, a in made.items()}
@@ -113,7 +112,6 @@ def pairs(record: OpRecord) -> Iterator[tuple[str, Call, tuple[str, str], int, s
 
 
 def samples(record: OpRecord) -> Iterator[tuple[str, Call, tuple[str, str], int, str]]:
-    """Every sample: empty tensors, rank 0 and 8, limits, declared outputs."""
     for number, sample in enumerate(record.samples(Product.ATLAS_A2)):
         metas = {n: None if m is None else m.contiguous() for n, m in sample.call.inputs.items()}
         name = f"sample {sample.name}"
@@ -126,8 +124,6 @@ def samples(record: OpRecord) -> Iterator[tuple[str, Call, tuple[str, str], int,
 
 @dataclass(frozen=True)
 class Target:
-    """The ways to call one server."""
-
     wire: Wire
     unary: Client
     streamed: Client

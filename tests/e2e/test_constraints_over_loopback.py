@@ -88,7 +88,6 @@ def refused_execute(wire: Wire, record: OpRecord, call: CallMeta) -> grpc.RpcErr
 
 
 def refused_unary(wire: Wire, record: OpRecord, call: CallMeta, content: str) -> grpc.RpcError:
-    """How a unary call is refused."""
     with pytest.raises(grpc.RpcError) as caught:
         wire.unary(record, request(record, call, content))
     return caught.value

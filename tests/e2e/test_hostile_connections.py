@@ -113,7 +113,6 @@ def test_clients_that_give_up_after_some_frames(
 
 
 def give_up(after: int, way: str, victim: ServerProcess, legal: Mapping[str, Sample]) -> None:
-    """Gives up four calls at once, two with small operands."""
     reached, let_go = threading.Barrier(5), threading.Event()
 
     def frames(made: Sample) -> Iterator[Any]:

@@ -182,8 +182,6 @@ def refuse(error: Exception, seen: list[str] | None = None) -> Any:
 
 
 def both(targets: list[str], policy: RetryPolicy | None, way: int, number: int = 1) -> list[list[Any]]:
-    """The same calls from both clients, errors as they come."""
-
     def asked(make: Make) -> list[Any]:
         with make(targets, timeout_s=20, retry=policy, stream_from_bytes=way) as client:
             return [caught(lambda: client.group_norm_backward(**group_norm())) for _ in range(number)]

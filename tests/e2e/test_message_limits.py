@@ -27,8 +27,6 @@ Proxy = tuple[str, list[str]]
 
 
 class _Forward(grpc.GenericRpcHandler):
-    """Passes calls on as they are, and notes their methods."""
-
     def __init__(self, channel: grpc.Channel, methods: list[str]) -> None:
         self._channel, self._methods = channel, methods
 

@@ -56,7 +56,6 @@ def together(running: NpuServer, calls: int) -> list[Any]:
 
 
 def metrics_of(running: NpuServer) -> dict[str, float]:
-    """Figures of the one device by name, and by answer where there is one."""
     families = text_string_to_metric_families(running.process.page("/metrics")[1])
     samples = [found for family in families for found in family.samples]
     shown = ("npugrad_workspaces", "npugrad_calls_postponed", "npugrad_attempts", "npugrad_device_memory")

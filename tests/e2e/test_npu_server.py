@@ -48,7 +48,6 @@ LAYOUTS = ("contiguous", "offset", "reversed", "gaps", "expanded")
 
 
 def check(sample: Sample, contents: Mapping[str, bytes]) -> None:
-    """Every wanted output is within tolerance of the float64 reference."""
     metas = sample.outputs
     assert contents.keys() == metas.keys()
     results = {name: view(meta, contents[name]) for name, meta in metas.items()}
@@ -66,7 +65,6 @@ def call(channel: grpc.Channel, sample: Sample, **options: Any) -> Any:
 
 
 def at_once(count: int, caller: Callable[[int], None]) -> None:
-    """So many callers in threads, by number."""
     with ThreadPoolExecutor(count) as pool:
         list(pool.map(caller, range(count)))
 

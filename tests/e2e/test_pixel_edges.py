@@ -65,7 +65,6 @@ def client(running: ServerProcess) -> Iterator[Client]:
 
 
 def verified(client: Client, call: EdgeCall, label: str) -> str:
-    """What a call with `verify` tells."""
     method: Any = getattr(client, call.record.name)
     told: str = method(**call.inputs, **call.meta.attrs, verify=True, label=label).info.verification
     return told

@@ -106,7 +106,6 @@ class Service:
         return all(device.state == READY for device in self._devices())
 
     def stop(self) -> None:
-        """The orderly end, with nothing in use before it."""
         self.running.stop()
         self.ended.append(self.running)
 

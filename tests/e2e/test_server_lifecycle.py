@@ -37,7 +37,6 @@ def health_of(channel: grpc.Channel, service: str = "") -> int:
 
 
 def watch_health(channel: grpc.Channel, service: str = "") -> Any:
-    """The answers of a health watch."""
     stub: Any = health_pb2_grpc.HealthStub(channel)
     return stub.Watch(health_pb2.HealthCheckRequest(service=service), timeout=TIMEOUT_S)
 

@@ -51,7 +51,6 @@ class Held:
 
 @pytest.fixture(scope="module")
 def held(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Held]:
-    """Run a server of which stages can be held up."""
     folder = tmp_path_factory.mktemp("held")
     file = folder / "stage"
     file.write_text("")
@@ -63,7 +62,6 @@ def held(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Held]:
 
 
 def arguments(**sizes: Any) -> dict[str, Any]:
-    """Operands and attributes of a call of GroupNorm."""
     made = sample(**sizes)
     return {**made.arrays, **made.call.attrs}
 
@@ -87,7 +85,6 @@ def timelines(make: Make, address: str, way: int, stage: str, enough: Enough) ->
 
 
 def timeline_of(result: Any) -> Timeline:
-    """The timeline of a call."""
     timeline = result.info.timeline
     assert isinstance(timeline, Timeline)
     return timeline
@@ -136,7 +133,6 @@ def test_stages_cover_a_large_call(held: Held, make: Make) -> None:
 
 
 def timelines_of(client: Client, **options: Any) -> Iterator[Timeline]:
-    """Timelines of small calls."""
     return (timeline_of(client.group_norm_backward(**{**call, **options})) for call in calls(""))
 
 
@@ -195,7 +191,6 @@ def test_log_and_metrics_tell_the_stages(held: Held) -> None:
 
 
 def calls_in(server: ServerProcess) -> list[dict[str, Any]]:
-    """The lines of its calls of an operator so far."""
     return [line for line in server.log_lines("call") if line["method"] == "GroupNormBackward"]
 
 

@@ -81,7 +81,6 @@ def test_http_probes_need_no_certificate(mutual: ServerProcess) -> None:
 
 @pytest.fixture(params=["secured", "mutual"])
 def either(request: pytest.FixtureRequest) -> ServerProcess:
-    """Both of them, one after the other."""
     running: ServerProcess = request.getfixturevalue(request.param)
     return running
 

@@ -33,8 +33,6 @@ WITHOUT_OTEL = (
 
 
 class Collector(trace_service_pb2_grpc.TraceServiceServicer):
-    """Takes spans as a collector of OpenTelemetry does."""
-
     def __init__(self) -> None:
         self._came: queue.Queue[Any] = queue.Queue()
         self._spans: list[Span] = []
@@ -42,7 +40,6 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
         self.address = ""
 
     def Export(self, request: Any, context: Any) -> Any:
-        """Keeps what comes."""
         self._came.put(request)
         return trace_service_pb2.ExportTraceServiceResponse()
 
@@ -61,7 +58,6 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
         return found
 
     def of_request(self, request_id: str) -> Span:
-        """The server's span of a call that said what it is called."""
         (found,) = self.wait_for(lambda span: attributes(span).get("npugrad.request_id") == request_id)
         return found
 
@@ -77,7 +73,6 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
 
 @pytest.fixture(scope="module")
 def collector() -> Iterator[Collector]:
-    """A collector on loopback."""
     found, server = Collector(), grpc.server(futures.ThreadPoolExecutor(2))
     trace_service_pb2_grpc.add_TraceServiceServicer_to_server(found, server)  # type: ignore[no-untyped-call]
     found.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
@@ -88,7 +83,6 @@ def collector() -> Iterator[Collector]:
 
 @pytest.fixture(scope="module")
 def traced(collector: Collector, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """A server that traces every call."""
     log_path = tmp_path_factory.mktemp("traced") / "log"
     with run_quick_server(log_path, "--trace-ratio", "1", env=collector.variables) as running:
         yield running
@@ -113,12 +107,10 @@ def recorded() -> Iterator[tuple[TracerProvider, InMemorySpanExporter]]:
 
 
 def tries_of(kept: InMemorySpanExporter) -> list[ReadableSpan]:
-    """A client's spans of tries."""
     return [span for span in kept.get_finished_spans() if span.kind is SpanKind.CLIENT]
 
 
 def attributes(span: Span) -> dict[str, Any]:
-    """Its attributes as Python has them."""
     return {a.key: getattr(a.value, a.value.WhichOneof("value") or "") for a in span.attributes}
 
 
@@ -206,7 +198,6 @@ def test_calls_that_fail_or_are_given_up_have_their_stages_too(
 
 
 def ask(server: ServerProcess, request_id: str, *metadata: tuple[str, str]) -> None:
-    """GetServerInfo with metadata."""
     with server.channel() as channel:
         server_pb2_grpc.ServerServiceStub(channel).GetServerInfo(
             server_pb2.GetServerInfoRequest(),
@@ -236,7 +227,6 @@ def test_the_callers_flag_counts_only_where_callers_are_trusted(
 
 
 def assert_ignored(server: ServerProcess, collector: Collector) -> None:
-    """Headers that do not parse change nothing."""
     # One that comes twice is not among them: gRPC itself keeps the last.
     good = f"00-{TRACE}-{SPAN}-01"
     headers = [

@@ -37,7 +37,6 @@ NEAREST = {"interpolation_mode": 1, "output_mask": (False, True)}
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """Run a server that has room for 64 MiB of operands."""
     with run_victim(tmp_path_factory.mktemp("small")) as running:
         yield running
 

@@ -86,7 +86,6 @@ def rapid_reset() -> Iterator[bytes]:
 
 
 def open_streams() -> Iterator[bytes]:
-    """2,000 calls that are begun and never go on."""
     return _calls(iter(range(1, 4000, 2)), lambda stream: b"")
 
 
@@ -124,7 +123,6 @@ def _forever(block: bytes) -> Callable[[], Iterator[bytes]]:
 
 
 def empty_data() -> Iterator[bytes]:
-    """A call whose frames of data hold nothing."""
     yield call_headers(PATH, 1)
     yield from itertools.repeat(frame(DATA, 0, 1) * _BURST)
 

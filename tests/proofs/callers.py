@@ -36,7 +36,6 @@ def arguments(made: Sample | None = None) -> dict[str, Any]:
 
 
 def plain_calls(channel: grpc.Channel, made: Sample | None = None) -> Call:
-    """Calls of GroupNorm over a channel."""
     made = made or sample()
     stub, message = backward_pb2_grpc.BackwardServiceStub(channel), made.message()
     expected = made.reference()["grad_input"]
@@ -129,7 +128,6 @@ class Load:
 
     @property
     def calls(self) -> int:
-        """Calls that have ended."""
         return len(self.ended)
 
     @property
@@ -139,11 +137,9 @@ class Load:
 
     @property
     def longest_s(self) -> float:
-        """The longest that a call took."""
         return max((each.end_s - each.begin_s for each in self.ended), default=0.0)
 
     def between(self, start_s: float, end_s: float = float("inf")) -> list[Ended]:
-        """Calls that ended between two times."""
         with self._changed:
             return [each for each in self.ended if start_s <= each.end_s < end_s]
 

@@ -50,28 +50,23 @@ class Watch(PoolObserver):
     """Counts canaries by result, and keeps the states that each device was in."""
 
     def __init__(self) -> None:
-        """Has seen nothing."""
         self.canaries: Counter[str] = Counter()
         self.states: dict[str, set[DeviceState]] = {}
         self.changed = asyncio.Event()
         self.doubts = 0
 
     def results_compared(self, device: str, kind: str, result: str) -> None:
-        """Results were compared with the reference."""
         self.doubts += result == "tolerance"
 
     def canaries_run(self, device: str, result: str, count: int) -> None:
-        """A device has run canaries."""
         self.canaries[result] += count
         self.changed.set()
 
     def device_changed(self, status: DeviceStatus) -> None:
-        """A device went into another state."""
         self.states.setdefault(status.name, set()).add(status.state)
         self.changed.set()
 
     def quarantined(self) -> set[str]:
-        """Devices that were quarantined."""
         return {name for name, states in self.states.items() if DeviceState.QUARANTINED in states}
 
 
@@ -94,7 +89,6 @@ class Found:
 
     @property
     def is_good(self) -> bool:
-        """Whether it was as it has to be."""
         return not (self.missed or self.alarms or self.errors or self.lost)
 
     def __str__(self) -> str:
@@ -156,7 +150,6 @@ async def _find(devices: Sequence[str]) -> Watch:
 
 
 async def _trust(count: int) -> Watch:
-    """Has devices that are right run so many canaries."""
     watch = Watch()
     pool = await DevicePool.open(_settings(right_devices(), 0.001), watch)
     try:
@@ -199,7 +192,6 @@ class Judged:
 
     @property
     def is_good(self) -> bool:
-        """Whether it was as it has to be."""
         return not (self.missed or self.lost) and self.beside >= LEAST_RATIO * self.before
 
     def __str__(self) -> str:
@@ -219,7 +211,6 @@ def _call(operator: str, seed: int, layout: Callable[[Any], Any] | None = None) 
 
 
 async def _answer(job: Job, pool: DevicePool) -> str:
-    """Runs a call; returns what it was told."""
     try:
         await job.run(pool)
     except NpugradError as error:
@@ -301,7 +292,6 @@ def judge(sparing: int, calls: int, seed: int = 0) -> Judged:
 
 
 def prove(devices: int, canaries: int, seed: int = 0) -> Found:
-    """Runs so many wrong devices, and so many canaries of right ones."""
     names, missed, served = wrong_devices(devices, seed), [], 0
     for start in range(0, devices, _AT_ONCE):
         batch = names[start : start + _AT_ONCE]
@@ -321,7 +311,6 @@ def prove(devices: int, canaries: int, seed: int = 0) -> Found:
 
 
 def main(given: Any, folder: Path) -> bool:
-    """Prints one line, and what was not found."""
     logging.disable()  # of what is wrong with each wrong device
     found = prove(given.devices, given.canaries, given.seed)
     for name in found.missed:

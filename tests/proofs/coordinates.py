@@ -108,7 +108,6 @@ class GridCall:
         return outputs["input_grad"].reshape(-1), outputs["grid_grad"][..., 0].reshape(-1)
 
     def by_torch(self, mode: int, padding: int, align_corners: bool) -> tuple[Array, Array]:
-        """The same from PyTorch's."""
         import torch
 
         operands = map(torch.from_numpy, (self.grad_output, self.input, self.grid))
@@ -228,7 +227,6 @@ def prove(level: str, count: int) -> bool:
 
 
 def main() -> int:
-    """Runs every level that this processor has, one after another; exit code 0 if nothing differs."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     options.add_argument("--points", type=int, default=10**7, help="points of each row; default 10000000")
     options.add_argument("--level", choices=LEVELS, help="this level only, in this process")

@@ -30,7 +30,6 @@ from tests.proofs.proof import run, verdict
 
 
 def calls(count: int, seed: int) -> Iterator[tuple[str, EdgeCall]]:
-    """So many calls with their kinds, of all operators, kinds, types and modes in turn."""
     rng = np.random.default_rng(seed)
     for number in range(count):
         record = SAMPLERS[number % len(SAMPLERS)]
@@ -90,7 +89,6 @@ class Counts:
         self.right[key] += right
 
     def lines(self) -> Iterator[str]:
-        """A line for each."""
         for key in sorted(self.seen):
             record, kind, what = key
             yield f"{record:40} {kind:10} {what:28} {self.right[key]:5} of {self.seen[key]:5} as they must be"
@@ -98,7 +96,6 @@ class Counts:
 
 
 def proved(count: int, seed: int) -> Counts:
-    """Counts of so many calls."""
     found = Counts()
     for number, (kind, call) in enumerate(calls(count, seed)):
         for rule in call.rules:
@@ -111,7 +108,6 @@ def proved(count: int, seed: int) -> Counts:
 
 
 def main(given: Any, folder: Path) -> bool:
-    """Prints the counts."""
     import torch
 
     torch.set_num_threads(1)

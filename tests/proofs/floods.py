@@ -29,8 +29,6 @@ MOST_GROWTH_MIB = 256.0
 
 @dataclass(frozen=True)
 class FloodSize:
-    """Calls of the neighbour, and seconds that the flood lasts, at least."""
-
     calls: int = 400
     seconds: float = 10.0
 
@@ -54,8 +52,6 @@ class FloodRow:
 
 
 class _Growth:
-    """The most that a process has grown by since it was made."""
-
     def __init__(self, pid: int) -> None:
         self._pid, self._first = pid, status_bytes("VmRSS", pid)
         self.mib = 0.0

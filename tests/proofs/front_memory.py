@@ -102,7 +102,6 @@ class Row:
 
     @property
     def is_kept(self) -> bool:
-        """Whether the promise is kept."""
         bounded = max(self.grown_bytes - self.slack_bytes, self.shown_bytes) <= self.limit_bytes
         is_gone = self.gone_s is not None and self.gone_s <= GONE_S
         return bounded and is_gone and not self.neighbour.failed
@@ -142,7 +141,6 @@ class Unread:
         self.closed.set()
 
     def close(self) -> None:
-        """Hangs up."""
         self._socket.close()
 
 
@@ -218,7 +216,6 @@ class Unfinished:
         return True
 
     def close(self) -> None:
-        """Hangs up."""
         self._socket.close()
 
 
@@ -244,7 +241,6 @@ class Watch:
         return status_bytes("RssAnon", self._running.process.pid)
 
     def more_bytes(self) -> int:
-        """How much more memory it has now."""
         return self._memory_bytes() - self._before_bytes
 
     def _look(self) -> None:
@@ -313,7 +309,6 @@ def unfinished_messages(running: ServerProcess, calls: int, path: bytes) -> Iter
 
 @contextmanager
 def gzip_bombs(running: ServerProcess, calls: int, inflated_bytes: int) -> Iterator[None]:
-    """Compressed messages on one connection."""
     data = gzip.compress(bytes(inflated_bytes), 9)
     encoding = (b"grpc-encoding", b"gzip")
     unread = Unread(running.address, UNARY, [message(len(data), data, compressed=1)] * calls, encoding)
@@ -326,7 +321,6 @@ def gzip_bombs(running: ServerProcess, calls: int, inflated_bytes: int) -> Itera
 
 @contextmanager
 def read_replies(running: ServerProcess, calls: int, reply_bytes: int, path: bytes) -> Iterator[None]:
-    """Calls at once by clients that read."""
     request = repeated(reply_bytes).message()
 
     def act(_: int) -> None:
@@ -408,7 +402,6 @@ SMALL = FrontSize(
 
 
 def rows(folder: Path, size: FrontSize) -> Iterator[Row]:
-    """Every row, one after the other."""
     flags = (*FLAGS, *size.more)
     with run_server(
         folder / "small.log", *flags, "--front-memory-bytes", size.memory, check_end=False
@@ -464,13 +457,11 @@ class UnixRow(NamedTuple):
 
     @property
     def is_kept(self) -> bool:
-        """Whether it was as it has to be."""
         return self.gone_s is not None and self.gone_s <= GONE_S and self.lines <= 2 and self.answered == 8
 
 
 @contextmanager
 def unix_server(folder: Path, size: FrontSize) -> Iterator[ServerProcess]:
-    """A server on a Unix socket."""
     flags = (*FLAGS, *size.more, "--front-memory-bytes", size.memory)
     listen = f"unix:{folder / 'socket'}"
     with run_server(folder / "unix.log", *flags, listen=listen, check_end=False) as running:
@@ -501,7 +492,6 @@ def unix_row(folder: Path, size: FrontSize, *, reads: bool) -> UnixRow:
 
 
 def exit_codes(folder: Path, size: FrontSize, count: int) -> Iterator[int]:
-    """Ends so many servers while replies are unread."""
     for number in range(count):
         with unix_server(folder, size) as running, attacked(running, size, reads=number % 2 > 0):
             eventually(lambda: held_bytes(running) >= NEIGHBOURS_BYTES, "replies are held", running)
@@ -510,7 +500,6 @@ def exit_codes(folder: Path, size: FrontSize, count: int) -> Iterator[int]:
 
 
 def over_unix(folder: Path, size: FrontSize, exits: int) -> bool:
-    """Prints a line for each caller, and one for the exits."""
     kept = True
     for reads, who in ((False, "reads nothing"), (True, "gives no window")):
         row = unix_row(folder, size, reads=reads)

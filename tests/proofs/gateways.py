@@ -55,7 +55,6 @@ class GatewayRow:
 
 
 def made(what: str, count: int, *calls: Call) -> GatewayRow:
-    """Makes calls one after the other; several of them at once."""
     with Load(*calls, callers=1) as load:
         load.wait_for(count)
     return GatewayRow(what, load.calls, load.failed, load.longest_s)
@@ -117,7 +116,6 @@ PARTS: dict[str, Callable[[Proxy, GatewaySize, Path], Iterator[GatewayRow]]] = {
 
 
 def main(given: Any, folder: Path) -> bool:
-    """Prints a table of the gateways that are installed."""
     size, failed = GatewaySize(rollout=Size(calls=given.calls)), 0
     print(f"simulated devices; {CALLERS} callers while a server ends")
     table = Table(gateway=8, calls_that_are=22, calls=6, failed=6, longest_s=9, failures=0)

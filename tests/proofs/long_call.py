@@ -22,8 +22,6 @@ from npugrad_client import Client
 
 
 class Held(NamedTuple):
-    """What became of a call: how long it took, and what it failed with, or nothing."""
-
     seconds: float
     told: str
 
@@ -32,7 +30,6 @@ class Held(NamedTuple):
 
 
 def hold(address: str, seconds: float, stream_from_bytes: int) -> Held:
-    """Makes one call that takes so long."""
     started_s, told = time.monotonic(), ""
     with Client(address, timeout_s=seconds + 60, retry=None, stream_from_bytes=stream_from_bytes) as client:
         try:
@@ -43,7 +40,6 @@ def hold(address: str, seconds: float, stream_from_bytes: int) -> Held:
 
 
 def main(given: Any, folder: Path) -> bool:
-    """Runs both calls at once and prints one line."""
     devices, flags = f"test:2?ms={given.seconds * 1000:g}", ("--run-limit-s", f"{given.seconds + 60:g}")
     with run_server(folder / "server.log", *flags, devices=devices) as server, ThreadPoolExecutor(2) as pool:
         unary, streamed = pool.map(partial(hold, server.address, given.seconds), (UNARY, STREAMED))

@@ -51,8 +51,6 @@ def uploads(server: ServerProcess, nbytes: int) -> None:
 
 
 def replies(server: ServerProcess, nbytes: int) -> None:
-    """Six results, streamed at once."""
-
     def take(_: int) -> None:
         with server.channel() as channel:
             call_execute(channel, [repeated_request(nbytes)])
@@ -141,7 +139,6 @@ def timed_server(folder: Path, nbytes: int) -> Iterator[ServerProcess]:
 
 
 def rows(server: ServerProcess, nbytes: int, names: Iterable[str] = CASES) -> Iterator[LoopRow]:
-    """Cases, one after the other, of streams of so many bytes."""
     _longest(server, 1)  # that of the start
     for number, name in enumerate(names, 2):
         CASES[name](server, nbytes)
@@ -155,7 +152,6 @@ def _longest(server: ServerProcess, number: int) -> dict[str, Any]:
 
 
 def main(given: Any, folder: Path) -> bool:
-    """Prints a row for each case."""
     table, is_kept = Table(case=28, ms=8, what=0), True
     with timed_server(folder, given.mib * MIB) as server:
         for row in rows(server, given.mib * MIB):

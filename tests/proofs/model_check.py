@@ -43,7 +43,6 @@ class Checked:
 
 
 def history(seed: int, events: int) -> list[Event]:
-    """Random events."""
     rng = random.Random(seed)
     weights = _DEADLY if seed % 2 else WEIGHTS
     names = rng.choices(list(weights), list(weights.values()), k=events)
@@ -140,7 +139,6 @@ def checked(events: int, seed: int = 0, length: int = 2000) -> Checked:
 
 
 def main() -> int:
-    """Command line; 1 where a promise broke."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--events", type=int, default=1_000_000)
     parser.add_argument("--seed", type=int, default=0, help="of the first history")

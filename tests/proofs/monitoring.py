@@ -174,12 +174,10 @@ class Site:
         stack.enter_context(Load(send, callers=2, pace_s=0.02))
 
     def client(self) -> Client:
-        """A client that does not retry."""
         tls = Tls(ca=str(self._folder / "ca.pem"))
         return Client(self.running.address, tls=tls, timeout_s=_REQUEST_S, retry=None)
 
     def renew(self, days: int) -> None:
-        """Writes a certificate that is valid for so long."""
         until = datetime.now(timezone.utc) + timedelta(days=days)
         made = self._authority.issue_cert("localhost", "127.0.0.1", not_after=until)
         made.private_key_pem.write_to_path(self._folder / "tls.key")
@@ -215,7 +213,6 @@ class Site:
         _until(kill, "killing workers was enough")
 
     def crowd(self, is_enough: Callable[[], bool]) -> None:
-        """Sends more calls at once than there are places, until it is enough."""
         with self.client() as client:
             send = partial(client.group_norm_backward, **self._call)
             with Load(send, callers=24, pace_s=0):
@@ -306,7 +303,6 @@ def watched(folder: Path) -> Watched:
 
 
 def main(given: Any, folder: Path) -> bool:
-    """Prints one line, and the queries that have no series."""
     found = watched(folder)
     print("\n".join(found.empty))
     return verdict(found, found.is_kept)

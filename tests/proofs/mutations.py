@@ -105,7 +105,6 @@ class Mutator:
     """Draws one message after the other."""
 
     def __init__(self, found: dict[str, list[Parts]], seed_: int) -> None:
-        """Takes what messages are made of, and the seed of all that is drawn."""
         self._corpus, self._rng = found, random.Random(seed_)
         self._names = list(found)
         self._samples = {made.record.name: made for made in BASES[REGISTRY]}
@@ -208,7 +207,6 @@ def tried(count: int, running: ServerProcess, *, judged: int, seed_: int = 0, dr
 
 
 def _judge(way: str, wire: Wire, record: OpRecord, data: bytes) -> None:
-    """Compares what is answered to a request with what is right."""
     if way == "Validate":
         assert_validated(wire, record, data)
     else:
@@ -216,7 +214,6 @@ def _judge(way: str, wire: Wire, record: OpRecord, data: bytes) -> None:
 
 
 def main(given: Any, folder: Path) -> bool:
-    """Prints one line, and what was wrong before it."""
     begin_s = time.monotonic()
     with run_victim(folder, "--log-level", "warning") as running:
         found = tried(given.messages, running, judged=given.judged, seed_=given.seed)

@@ -64,7 +64,6 @@ class Caller:
     calls: list[tuple[float, float, str]] = field(default_factory=list)
 
     async def call(self, timeout_s: float | None) -> str:
-        """Sends one and notes what came of it."""
         sent_s, said = time.monotonic(), "OK"
         try:
             await self.client.group_norm_backward(**_ARGUMENTS, timeout_s=timeout_s)
@@ -106,7 +105,6 @@ class Overload:
 
     @property
     def in_time(self) -> float:
-        """Part of the calls that were let in that were answered by their deadlines."""
         refused = self.told["WOULD_MISS_DEADLINE"] + self.told["QUEUE_FULL"]
         return self.told["OK"] / max(self.told.total() - refused, 1)
 
@@ -117,7 +115,6 @@ class Overload:
 
     @property
     def holds(self) -> bool:
-        """Whether it was as it has to be."""
         return (
             self.throughput >= LEAST_THROUGHPUT * self.capacity
             and self.jain >= LEAST_JAIN
@@ -145,7 +142,6 @@ class Refusals:
 
     @property
     def holds(self) -> bool:
-        """Whether it was as it has to be."""
         refused = self.told["WOULD_MISS_DEADLINE"] == self.told.total()
         return refused and self.percentile(99) <= MOST_SLOWER
 
@@ -163,7 +159,6 @@ class Refusals:
 
 
 async def _capacity(caller: Caller, count: int) -> float:
-    """Answers a second when the devices are never without work."""
     left = iter(range(count))
 
     async def work() -> None:
@@ -212,7 +207,6 @@ async def _overload(server: ServerProcess, known: Sequence[Tls], seconds: float)
 
 
 def prove_overload(folder: Path, seconds: float) -> Overload:
-    """Sends too much for so many seconds, and for a while before to have the queues full."""
     flags, devices = ("--metrics-listen", "127.0.0.1:0"), f"test:{DEVICES}?ms={SERVICE_MS}"
     with server_of_tenants(folder, WEIGHTS, *flags, devices=devices) as (server, known):
         return asyncio.run(_overload(server, known, seconds))
@@ -246,7 +240,6 @@ def prove_refusals(folder: Path, count: int) -> Refusals:
 
 
 def main(given: Any, folder: Path) -> bool:
-    """Prints two lines."""
     overload = prove_overload(folder, given.seconds)
     is_kept = verdict(f"(SIMULATED devices) {overload}", overload.holds)
     refusals = prove_refusals(folder, given.refusals)

@@ -90,7 +90,6 @@ class Poisoning:
 
     @property
     def is_contained(self) -> bool:
-        """Whether it was as it has to be."""
         kept = self.beside >= LEAST_RATIO * self.alone and self.deaths <= self.most
         return kept and not self.failed and self.recovery_s < MOST_RECOVERY_S + WAYS[self.way].open_s
 
@@ -158,7 +157,6 @@ def _restarts(server: ServerProcess) -> int:
 
 
 def proofs(folder: Path, ways: Sequence[str], seconds: float) -> Iterator[Poisoning]:
-    """Each way on a server of its own."""
     flags = ("--log-level", "error", "--hang-grace-s", f"{GRACE_S:g}")
     for name in ways:
         way, place = WAYS[name], folder / name
@@ -182,7 +180,6 @@ class Killed:
 
     @property
     def is_harmless(self) -> bool:
-        """Whether no call was lost."""
         return not self.load.failed
 
     def __str__(self) -> str:
@@ -215,7 +212,6 @@ def kill(folder: Path, kills: int, seed: int = 0) -> Killed:
 
 
 def main(given: Any, folder: Path) -> bool:
-    """Prints one line for calls that kill workers, and one for each run of kills from outside."""
     harmless = []
     for run_number in range(given.runs):
         place = folder / f"kills{run_number}"

@@ -59,7 +59,6 @@ class Table:
         self.row(*(name.replace("_", " ") for name in widths))
 
     def row(self, *cells: object) -> None:
-        """Prints a row."""
         texts = (f"{cell:.2f}" if isinstance(cell, float) else str(cell) for cell in cells)
         columns = (text.ljust(width) for text, width in zip(texts, self._widths, strict=True))
         print("  ".join(columns).rstrip(), flush=True)

@@ -91,7 +91,6 @@ class Proxy:
     flags: tuple[str, ...]
 
     def executable(self) -> str | None:
-        """Where its program is; None where it is not installed."""
         if self.program == "envoy":
             return next(
                 (str(path) for path in ENVOY_FOLDER.glob("lib/python3*/site-packages/envoy/_bin/envoy")), None

@@ -38,19 +38,15 @@ _HXW = {UNARY: 64, STREAMED: 5_000}
 
 @dataclass(frozen=True)
 class Restarted:
-    """What became of the calls of each route, client and way."""
-
     restarts: int
     loads: Mapping[str, Load]
 
     @property
     def lost(self) -> list[str]:
-        """What was wrong, of each lost call."""
         return [f"{name}: {why} x {n}" for name, load in self.loads.items() for why, n in load.failed.items()]
 
     @property
     def tries(self) -> list[int]:
-        """Of each answered call."""
         return [each.answer.tries for load in self.loads.values() for each in load.ended if not each.told]
 
     def __str__(self) -> str:
@@ -90,7 +86,6 @@ class Fleet:
         return thread
 
     def restart(self, place: int) -> None:
-        """Ends a server and starts it again at its address."""
         old = self.servers[place]
         old.signal()
         code = old.wait(_CALL_TIMEOUT_S)
@@ -101,7 +96,6 @@ class Fleet:
 
 
 def _wait(loads: Iterable[Load], calls: int) -> None:
-    """Waits until each caller has made so many more calls."""
     for load, before in [(load, load.calls) for load in loads]:
         load.wait_for(before + calls)
 
@@ -138,7 +132,6 @@ def prove(folder: Path, restarts: int, calls: int, held_s: float, pace_s: float 
 
 
 def main(given: Any, folder: Path) -> bool:
-    """Prints one line, and what was lost."""
     found = prove(folder, given.restarts, given.calls, given.held)
     for text in found.lost:
         print(text)

@@ -83,8 +83,6 @@ def _all_of_them(servers: Sequence[ServerProcess], folder: Path) -> Iterator[Ent
 
 
 def through(proxy: Proxy) -> Way:
-    """The way through a gateway."""
-
     @contextmanager
     def entered(servers: Sequence[ServerProcess], folder: Path) -> Iterator[Entry]:
         with proxy.running(servers, folder / "proxy") as address:
@@ -116,7 +114,6 @@ class Row:
 
     @property
     def is_kept(self) -> bool:
-        """Whether it lost no more than is allowed."""
         most = 0 if self.caller == "SDK" else MOST_PLAIN
         ends = ("answered", 0), ("", -signal.SIGKILL)
         return self.load.failed.total() <= most and (self.held, self.status) in ends
@@ -171,7 +168,6 @@ def explained(told: str) -> list[str]:
 
 
 def main(given: Any, folder: Path) -> bool:
-    """Prints a table, and what lies behind its failures."""
     size = Size(calls=given.calls)
     delay = f"--drain-delay-s {size.drain_delay_s:g}"
     print(f"{CALLERS} callers, servers with {delay}; one accepted call held for {size.held_s:g} s")

@@ -57,11 +57,9 @@ class Secret:
             (folder / name).symlink_to(Path("..data", name))
 
     def path(self, name: str) -> str:
-        """Path of one of the files."""
         return str(self._folder / name)
 
     def swap(self) -> None:
-        """Puts a new version in the place of the old one, at once."""
         self._count += 1
         version, link = self._folder / f"..{self._count}", self._folder / "..data"
         version.mkdir()
@@ -113,7 +111,6 @@ class Rotation:
 
     @property
     def is_kept(self) -> bool:
-        """Whether nothing was lost and nothing let in that must not be."""
         return not self.lost and not self.admitted and self.is_last_shown
 
     def __str__(self) -> str:
@@ -131,7 +128,6 @@ class Rotating:
     """Both sides of a server's connections, and what is done to them meanwhile."""
 
     def __init__(self, folder: Path, seed: int = 0) -> None:
-        """Makes the authorities and the first certificates."""
         self._authority, self._callers = trustme.CA(), trustme.CA()
         self.server = Secret(folder / "server", self._authority, self._callers)
         self.client = Secret(folder / "client", self._callers, self._authority)
@@ -142,7 +138,6 @@ class Rotating:
 
     @property
     def flags(self) -> Sequence[str]:
-        """Flags of the server."""
         crt, key, ca = (self.server.path(name) for name in _NAMES)
         return ("--tls-certificate", crt, "--tls-key", key, "--tls-client-ca", ca)
 
@@ -154,7 +149,6 @@ class Rotating:
         return grpc.ssl_channel_credentials(self._authority.cert_pem.bytes(), key, pem)
 
     def swap(self) -> None:
-        """Renews both sides until it is over."""
         while not self.is_over.wait(self._random.uniform(*_INTERVALS_S)):
             for secret in (self.server, self.client):
                 if self.found.swap_count % 2:
@@ -222,7 +216,6 @@ def _pair(authority: trustme.CA) -> tuple[bytes, bytes]:
 
 
 def proof(folder: Path, length_s: float) -> Rotation:
-    """Rotates for so many seconds in an empty folder."""
     rotating = Rotating(folder)
     found = rotating.found
     options: dict[str, Any] = {"tls": rotating.tls, "retry": None}
@@ -247,7 +240,6 @@ def proof(folder: Path, length_s: float) -> Rotation:
 
 
 def main(given: Any, folder: Path) -> bool:
-    """Prints one line."""
     found = proof(folder, given.seconds)
     return verdict(found, found.is_kept and found.lag_s <= MOST_LAG_S)
 

@@ -37,7 +37,6 @@ class Found:
 
     @property
     def ok(self) -> bool:
-        """Whether the promise was kept."""
         return self.after_s <= WITHIN_S and self.failed == 0
 
     def __str__(self) -> str:
@@ -63,7 +62,6 @@ class _Names(BaseResolver):  # type: ignore[misc]
 
 @contextmanager
 def _name_server(names: _Names) -> Iterator[int]:
-    """Its port on loopback."""
     server = DNSServer(names, address=_FIRST, port=0, logger=DNSLogger(logf=lambda _: None))
     server.start_thread()
     try:
@@ -109,7 +107,6 @@ def _accepted(server: ServerProcess) -> int:
 
 
 def main(given: Any, folder: Path) -> bool:
-    """Prints one line."""
     found = scaled_out(folder)
     return verdict(found, found.ok)
 

@@ -123,8 +123,6 @@ def records(earlier: Path) -> list[OpRecord]:
 
 @dataclass
 class Row:
-    """What became of an operator's calls, by way."""
-
     direction: str
     operator: str
     dtypes: set[str] = field(default_factory=set)
@@ -132,7 +130,6 @@ class Row:
     failed: list[tuple[str, str]] = field(default_factory=list)
 
     def note(self, case: Case, answered: Answered) -> None:
-        """Takes down what came of a call."""
         self.dtypes.add(case.dtype)
         ways = {
             "unary": case.wrong(answered.unary),
@@ -145,7 +142,6 @@ class Row:
                 self.failed.append((way, f"{self.operator} {case.known.name}: {problem}"))
 
     def cells(self) -> tuple[object, ...]:
-        """As the table shows it: right and failed calls by way."""
         lost = Counter(way for way, _ in self.failed)
         counts = (f"{self.right[way]} / {lost[way]}" for way in ("unary", "streamed", "validated"))
         return (self.direction, self.operator, len(self.dtypes), *counts)
@@ -190,7 +186,6 @@ def _rows(direction: str, cases: Sequence[Case], answered: Sequence[Answered]) -
 
 
 def main(given: Any, folder: Path) -> bool:
-    """Prints a table of right and failed calls, and what failed."""
     failed = list[tuple[str, str]]()
     table = Table(who_calls_whom=30, operator=40, types=5, unary=14, streamed=14, validated=14)
     try:

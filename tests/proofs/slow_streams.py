@@ -157,7 +157,6 @@ class IdleStreams(SlowUploads):
 
 
 def _byte(stream: int, offset: int) -> bytes:
-    """A chunk of one byte."""
     data = chunk(0, offset, b"\0").SerializeToString()
     return frame(DATA, 0, stream, message(len(data), data))
 
@@ -190,13 +189,11 @@ def made(call: Call, seconds: float, least: int) -> Load:
 
 
 def p99_s(load: Load) -> float:
-    """Seconds that 99 of 100 answered calls take at most."""
     seconds = sorted(each.end_s - each.begin_s for each in load.ended if not each.told)
     return seconds[len(seconds) * 99 // 100] if seconds else math.inf
 
 
 def figures(load: Load) -> str:
-    """The counts, for a person."""
     return (
         f"{load.calls} calls, {load.failed.total()} refused, p99 {p99_s(load) * 1e3:.1f} ms, longest "
         f"{load.longest_s * 1e3:.0f} ms"
@@ -205,8 +202,6 @@ def figures(load: Load) -> str:
 
 @dataclass(frozen=True)
 class SlowStreams:
-    """The neighbour's calls alone and beside; queue places and operand bytes that the slow ones held."""
-
     alone: Load
     beside: Load
     ended: int
@@ -214,12 +209,10 @@ class SlowStreams:
 
     @property
     def ratio(self) -> float:
-        """The 99th percentile in terms of that alone."""
         return p99_s(self.beside) / p99_s(self.alone)
 
     @property
     def is_kept(self) -> bool:
-        """Whether it was as it has to be."""
         return not self.beside.failed and self.ratio <= MOST_RATIO
 
     def __str__(self) -> str:
@@ -246,13 +239,11 @@ def prove(server: ServerProcess, byte_each_s: float, seconds: tuple[float, float
 
 
 def streams_in_progress(server: ServerProcess) -> int:
-    """Streamed calls in progress."""
     return int(server.metric("npugrad_active_calls", 'method="Execute"'))
 
 
 @contextmanager
 def slow_server(folder: Path) -> Iterator[ServerProcess]:
-    """The server of `prove`."""
     # Each upload may be in the middle of a frame of 4 MiB: room for all of them, and to spare.
     room = ("--front-memory-bytes", "3GiB")
     flags = ("--output-arena-bytes", str(_ARENA_BYTES), "--metrics-listen", "127.0.0.1:0", *room)
@@ -307,12 +298,10 @@ class IdleRow:
 
     @property
     def failed(self) -> Counter[str]:
-        """What calls beside idle streams failed with."""
         return sum((load.failed for load in self.beside.values()), Counter())
 
     @property
     def is_kept(self) -> bool:
-        """Whether it was as it has to be."""
         ratios = (p99_s(load) / p99_s(self.alone[name]) for name, load in self.beside.items())
         return not self.failed and max(ratios) <= MOST_RATIO
 
@@ -351,7 +340,6 @@ def client_bytes(server: ServerProcess, clients: int) -> float:
 
 
 def main(given: Any, folder: Path) -> bool:
-    """Prints a line for each part."""
     return all([PARTS[part](given, folder) for part in given.parts])
 
 

@@ -66,12 +66,10 @@ class Soaked:
 
     @property
     def grown_mib(self) -> float:
-        """What the last quarter had more than the second one."""
         return self.resident_mib[-1] - self.resident_mib[1]
 
     @property
     def is_kept(self) -> bool:
-        """Whether results were right and nothing was left behind, memory aside."""
         (handles, threads), (last_handles, last_threads) = self.quiet[1], self.quiet[-1]
         left = last_handles > handles or last_threads > threads + MOST_THREADS_MORE
         return self.right > 0 and not (self.wrong or self.failed or left)
@@ -89,7 +87,6 @@ class Faults:
     """What goes wrong, one thing after another."""
 
     def __init__(self, running: ServerProcess, seed: int) -> None:
-        """Makes nothing yet."""
         self._running, self._rng = running, random.Random(seed)
         self._mutator = Mutator(corpus(200, seed), seed)
         # Of a signature that no good call has: the circuits that it opens are its own.
@@ -100,23 +97,19 @@ class Faults:
         self.made: Counter[str] = Counter()
 
     def make(self) -> None:
-        """The next one."""
         act = next(self._kinds)
         act()
         self.made[act.__name__.replace("_", " ")] += 1
 
     def kill(self) -> None:
-        """SIGKILL for a worker."""
         if pids := workers_of(self._running.process.pid):
             with suppress(ProcessLookupError):
                 os.kill(self._rng.choice(pids), signal.SIGKILL)
 
     def crash(self) -> None:
-        """A call that ends its worker."""
         self._call("crash", TIMEOUT_S)
 
     def hang(self) -> None:
-        """A call that its worker never answers."""
         self._call("hang", _HUNG_S)
 
     def _call(self, label: str, timeout_s: float) -> None:
@@ -134,7 +127,6 @@ class Faults:
             gate.set()
 
     def cancel(self) -> None:
-        """Calls that are cancelled at any moment."""
         with self._running.channel() as channel:
             message, stub = self._sample.message(), Wire.of(channel).backward
             calls = [stub.GroupNormBackward.future(message, timeout=TIMEOUT_S) for _ in range(20)]
@@ -143,7 +135,6 @@ class Faults:
                 call.cancel()
 
     def run_out_of_time(self) -> None:
-        """Calls whose deadlines pass at any moment."""
         for _ in range(5):
             self._call("", self._rng.random() * _PAUSE_S + 0.001)
 
@@ -231,7 +222,6 @@ def soak(seconds: float, folder: Path, work: list[Work], seed: int = 0) -> Soake
 
 
 def main(given: Any, folder: Path) -> bool:
-    """Prints one line."""
     found = soak(60 * given.minutes, folder, mixed_work(), given.seed)
     if found.failed:
         return verdict(f"{found}; {found.failed}", False)

@@ -47,7 +47,6 @@ def _ended(pid: int, limit_s: float) -> int | None:
 
 
 def main() -> int:
-    """Runs the command."""
     parser = argparse.ArgumentParser(prog="python -m tests.proofs.stalls", description=__doc__)
     parser.add_argument("--seed", type=int, default=time.time_ns(), help="of the lengths of the stalls")
     parser.add_argument("command", nargs=argparse.REMAINDER)

@@ -78,17 +78,14 @@ class Sharing:
 
     @property
     def share(self) -> float:
-        """The other caller's part of all good answers."""
         return self.other["OK"] / max(self.other["OK"] + self.hog["OK"], 1)
 
     @property
     def refused_count(self) -> int:
-        """The other caller's calls that were not done."""
         return self.other.total() - self.other["OK"]
 
     @property
     def is_fair(self) -> bool:
-        """Whether the other caller had its whole share."""
         return self.share >= LEAST_PART * SHARE and not self.refused_count
 
     def __str__(self) -> str:
@@ -112,7 +109,6 @@ def prove(address: str, hog_tls: Tls, other_tls: Tls, way: str, seconds: float) 
 
 
 def proofs(folder: Path, ways: Sequence[str], seconds: float) -> Iterator[Sharing]:
-    """Each way, one after the other, on one server."""
     flags, weights = ("--log-level", "error", "--max-queue-depth", "32"), {"hog": 1, "neighbour": 1}
     with server_of_tenants(folder, weights, *flags, devices=DEVICES) as (server, (hog, other)):
         for way in ways:
@@ -159,12 +155,10 @@ class Uploads:
         self.stop()
 
     def stop(self) -> None:
-        """Hangs up."""
         self._over.set()
         self._channel.close()
 
     def once(self) -> None:
-        """One upload, until it has its answer or is ended with an error."""
         for _ in self._execute(self._frames(), timeout=10 * TIMEOUT_S):
             pass
 
@@ -198,7 +192,6 @@ class BesideUploads:
 
     @property
     def is_kept(self) -> bool:
-        """Whether it was as it has to be."""
         return self.part >= LEAST_BESIDE and good(self.quick) >= self.quick_count
 
     def __str__(self) -> str:
@@ -211,7 +204,6 @@ class BesideUploads:
 
 
 def good(load: Load) -> int:
-    """Calls that were answered."""
     return load.calls - load.failed.total()
 
 
@@ -271,7 +263,6 @@ class BesideVerified:
 
     @property
     def is_kept(self) -> bool:
-        """Whether it was as it has to be."""
         is_answered = not (self.plain.failed or self.verified.failed)
         return is_answered and self.share >= LEAST_PART * SHARE
 
@@ -307,7 +298,6 @@ def beside_verified(folder: Path, nbytes: int, hogs: int, seconds: float) -> Bes
 
 
 def main(given: Any, folder: Path) -> bool:
-    """Prints a line for each part."""
     return all([PARTS[part](given, folder) for part in given.parts])
 
 

@@ -98,7 +98,6 @@ def advice(name: str, client: Client, address: str, rounds: int) -> None:
 
 
 def _predicted(name: str, address: str) -> dict[str, float]:
-    """Seconds of a backward pass in each operator, as the command predicts them."""
     script = Path(worth_script.__file__)
     command = [sys.executable, "-m", "npugrad_client.cli", "advise", "--json", "--target", address]
     done = subprocess.run([*command, str(script), name], stdout=subprocess.PIPE, text=True, check=True)
@@ -109,7 +108,6 @@ def _predicted(name: str, address: str) -> dict[str, float]:
 
 
 def _measured(summary: Summary) -> dict[str, float]:
-    """Seconds of each operator that was sent."""
     found: dict[str, float] = {}
     for row in summary.rows:
         if row.is_sent:
@@ -118,7 +116,6 @@ def _measured(summary: Summary) -> dict[str, float]:
 
 
 def main() -> None:
-    """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=15, help="steps of each kind")
     rounds = parser.parse_args().rounds

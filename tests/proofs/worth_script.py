@@ -62,7 +62,6 @@ class Warp(nn.Module):
 
 
 def autoencoder() -> tuple[str, nn.Module]:
-    """The VAE and its name."""
     try:
         diffusers: Any = import_module("diffusers")
     except ImportError:

@@ -70,7 +70,6 @@ def text_of(*items: dict[str, Any]) -> str:
 
 
 def reasons(*items: dict[str, Any], profile: str = "", request: PodRequest | None = None) -> list[str]:
-    """The problems of a cluster."""
     cluster = read_cluster(text_of(*items))
     found = check_cluster(cluster, profile or fitting_profile(cluster), request or PodRequest())
     assert all(each.cure for each in found if each.label != "ok")
@@ -224,7 +223,6 @@ class ApiServer(BaseHTTPRequestHandler):
     """Answers as the API server does: lists whose items have no kind, and only with the right token."""
 
     def do_GET(self) -> None:
-        """Answers one request."""
         good = self.headers["Authorization"] == "Bearer secret"
         kind, items = {"/api/v1/nodes": ("NodeList", [node()])}.get(self.path, ("PodList", [pod(cards="8")]))
         bare = [{key: value for key, value in item.items() if key != "kind"} for item in items]

@@ -17,7 +17,6 @@ from npugrad_server.config import (
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep settings of whoever runs the tests out of them."""
     for name in ServerSettings.model_fields:
         monkeypatch.delenv(f"NPUGRAD_{name.upper()}", raising=False)
     monkeypatch.delenv("NPUGRAD_CONFIG", raising=False)
@@ -25,12 +24,10 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def toml(tmp_path: Path) -> Path:
-    """Give the path of a settings file that a test writes."""
     return tmp_path / "server.toml"
 
 
 def problems(flags: dict[str, object] | None = None, config: Path | None = None) -> tuple[str, ...]:
-    """Return what `load_settings` complains about."""
     with pytest.raises(SettingsError) as caught:
         load_settings(flags, config)
     return caught.value.problems

@@ -74,13 +74,11 @@ def planned(dispatcher: Dispatcher, made: Sample, message: Any = None, **kwargs:
 
 
 async def called(dispatcher: Dispatcher, request: Request) -> tuple[Any, ExecutionInfo]:
-    """The response of a unary call, and what produced it."""
     data, info = await dispatcher.call_whole(request)
     return REGISTRY.responses[request.plan.record.name].FromString(data), info
 
 
 def is_reference(made: Sample, response: Any) -> bool:
-    """Whether a response has the results of the reference."""
     contents = decode_response(made.record, response).contents
     return {name: content.data for name, content in contents.items()} == made.reference()
 

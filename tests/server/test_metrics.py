@@ -22,8 +22,6 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Figures:
-    """A pool's figures."""
-
     def __init__(self) -> None:
         self.loop_was_running = False
         self.tenants: dict[str, tuple[int, int]] = {}

@@ -141,7 +141,6 @@ def test_seed_and_digest_of_a_known_recipe_are_those_of_its_request() -> None:
 
 
 def options(**values: Any) -> Callable[[Any], None]:
-    """Sets options of a request."""
     return lambda message: message.options.MergeFrom(type(message.options)(**values))
 
 

@@ -188,7 +188,6 @@ async def watched(path: Path) -> AsyncIterator[LiveTenants]:
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """A file of tenants."""
     (made := tmp_path / "tenants.toml").write_text(ENTRY)
     return made
 

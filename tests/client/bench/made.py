@@ -53,7 +53,6 @@ def answer(run_s: float, device: str = "test:0") -> ExecutionInfo:
 
 
 def record_of(made: Scenario) -> Record:
-    """The record of one worker."""
     return Record(made.window_s, is_closed=made.is_closed, end_s=planned_end_s(made))
 
 

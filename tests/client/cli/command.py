@@ -19,7 +19,6 @@ def run(*arguments: str, target: str = "") -> Result:
 
 
 def process(*arguments: str, target: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
-    """The command as an own process."""
     return programs.run("-m npugrad_client.cli", *arguments, NPUGRAD_TARGET=target or NOWHERE, **environment)
 
 

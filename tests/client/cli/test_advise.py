@@ -37,8 +37,6 @@ NORMS = ["group_norm_backward", "layer_norm_backward"]
 
 @pytest.fixture
 def script(tmp_path: Path) -> Any:
-    """Writes a program."""
-
     def write(text: str) -> str:
         path = tmp_path / "train.py"
         path.write_text(textwrap.dedent(text), "utf-8")

@@ -50,7 +50,6 @@ def call(file: str, out: Path, *arguments: str, target: str = "") -> Result:
 
 @pytest.fixture
 def file(tmp_path: Path) -> str:
-    """A legal call."""
     return saved(tmp_path / "in.npz", group_norm())
 
 

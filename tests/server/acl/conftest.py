@@ -41,7 +41,6 @@ class Rig:
     _addresses: list[int] = field(default_factory=list)
 
     def upload(self, content: bytes | memoryview) -> int:
-        """Device memory with this content, freed with the rig."""
         self._addresses.append(self.sim.upload(content))
         return self._addresses[-1]
 
@@ -65,7 +64,6 @@ class Rig:
         return [tensors, sum(others), executors]
 
     def close(self) -> None:
-        """Frees all."""
         self.sim.set_plan("")
         self.sim.call("aclrtDestroyStream", self.stream)
         for address in self._addresses:

@@ -31,7 +31,6 @@ ARRAYS = ("IntArray", "FloatArray", "BoolArray", "Scalar")
 
 
 def run(rig: Rig, call: CallMeta) -> dict[str, Any]:
-    """Both phases by our launcher; wanted outputs by name."""
     tensors = rig.tensors(SYNTHETIC, call)
     with rig.launcher.plan(SYNTHETIC, call.attrs, tensors) as plan:
         plan.launch(rig.upload(bytes(max(plan.workspace_bytes, 1))), rig.stream)

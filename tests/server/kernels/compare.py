@@ -31,7 +31,6 @@ def examples(count: int) -> settings:
 
 
 def given_array(inputs: Arrays, name: str) -> Array:
-    """An operand that is not null."""
     array = inputs[name]
     assert array is not None
     return array
@@ -58,14 +57,12 @@ def result_at(meta: TensorMeta, offset_bytes: int) -> Iterator[Array]:
 
 
 def computed(kernels: Kernels, record: OpRecord, call: CallMeta, inputs: Arrays) -> dict[str, Array]:
-    """Results of the kernel."""
     outputs = outputs_for(record, call)
     kernels.run(record, inputs, call.attrs, outputs)
     return outputs
 
 
 def golden(record: OpRecord, call: CallMeta, inputs: Arrays) -> dict[str, Array]:
-    """Results of the reference, in float64."""
     outputs = {
         name: np.empty(meta.shape, np.float64)
         for name, meta in record.infer(call).items()
@@ -92,7 +89,6 @@ def assert_right(
 
 
 def assert_same_bits(found: Mapping[str, Array], other: Mapping[str, Array]) -> None:
-    """Both have the same bytes."""
     assert found.keys() == other.keys()
     for name, values in found.items():
         assert values.tobytes() == other[name].tobytes(), name

@@ -25,7 +25,6 @@ VARIANTS = (os.environ[VARIANT],) if os.environ.get(VARIANT) else usable_variant
 
 
 def load_builder() -> Any:
-    """The module `server/kernels/build.py`, which is no part of a package."""
     spec = importlib.util.spec_from_file_location("kernels_build", ROOT / "server" / "kernels" / "build.py")
     assert spec is not None
     assert spec.loader is not None
@@ -37,7 +36,6 @@ def load_builder() -> Any:
 
 @pytest.fixture(scope="session")
 def build_module() -> Any:
-    """The builder."""
     return load_builder()
 
 

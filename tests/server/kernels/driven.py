@@ -227,7 +227,6 @@ class _Driver:
         return self._next(self._greeting)[1]
 
     def ask(self, kind: int, body: bytes | bytearray, check: Any = None) -> bytes:
-        """Sends a frame and waits for its answer; `check` says, when asked meanwhile, if nobody wants it."""
         answers: queue.SimpleQueue[tuple[int, bytes]] = queue.SimpleQueue()
         with self._lock:
             number = next(self._numbers)
@@ -256,7 +255,6 @@ class _Driver:
         return status, answer[4:]
 
     def close(self) -> None:
-        """Lets it end."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()

@@ -45,7 +45,6 @@ def run(
 
 
 def made(tmp_path: Path) -> list[str]:
-    """Names of the libraries that were built."""
     return sorted(path.name for path in tmp_path.glob("lib/*.so"))
 
 

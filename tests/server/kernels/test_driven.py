@@ -41,7 +41,6 @@ int32_t npugrad_threads(npugrad_context*) { return 1; }
 
 @pytest.fixture(scope="module")
 def compiler(build_module: Any) -> list[str]:
-    """Command of the C++ compiler; skips without one."""
     try:
         return list(build_module.find_compiler())
     except build_module.BuildError as error:
@@ -50,7 +49,6 @@ def compiler(build_module: Any) -> list[str]:
 
 @pytest.fixture(scope="module")
 def driver(compiler: list[str]) -> Path:
-    """The driver, for this machine; kept between runs."""
     return build_driver(ROOT / "build" / "kernels-driver" / "driver", compiler)
 
 

@@ -109,7 +109,6 @@ def _mixed(number: int, turn: int) -> int:
 
 
 def names_of(derived: Derived) -> list[str]:
-    """The operands that are not null."""
     return [name for name, meta in derived.call().inputs.items() if meta is not None]
 
 
@@ -119,7 +118,6 @@ def is_real(array: Array | None) -> bool:
 
 
 def is_large(call: CallMeta) -> bool:
-    """Whether the reference takes long for it."""
     return any(meta is not None and meta.nbytes > 2**18 for meta in call.inputs.values())
 
 

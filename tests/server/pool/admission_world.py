@@ -167,7 +167,6 @@ class QuotaWorld(SchedulerWorld):
         self.holding[number] = use, nbytes, False
 
     def _held(self, tenant: str, *, places: bool) -> int:
-        """Places or bytes that a tenant has, counted one by one."""
         mine = [held for held in self.holding.values() if held[0].tenant.name == tenant]
         return sum(waits if places else nbytes for _, nbytes, waits in mine)
 
@@ -196,7 +195,6 @@ class QuotaWorld(SchedulerWorld):
         return True
 
     def _check_quotas(self) -> None:
-        """What tenants hold is counted as it is."""
         for name, use in self.admission.quotas.uses.items():
             assert use.waiting_count == self._held(name, places=True), "places are counted wrongly"
             assert use.inflight_bytes == self._held(name, places=False), "bytes are counted wrongly"

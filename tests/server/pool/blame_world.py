@@ -68,7 +68,6 @@ class BlameWorld(SchedulerWorld):
     # -------------------------------------------------------------------------------------------- the account
 
     def _blame(self, worker: WorkerState, death: Death) -> None:
-        """See `SchedulerWorld`."""
         cause = (
             self.cause
             or (death is Death.KILLED and "outside")
@@ -228,7 +227,6 @@ class BlameWorld(SchedulerWorld):
         self.crime, self.criminal = rng.choice(["", *FATAL]), rng.choice(tenants)
 
     def _signature(self, rng: random.Random, tenant: str, operator: str) -> bytes:
-        """That of a call; guilty ones have one of their own or, as often, a new one."""
         if self.crime and tenant == self.criminal and rng.random() < 0.7:
             return b"guilty" + (rng.randbytes(4) if rng.random() < 0.5 else b"")
         return operator.encode() + bytes([rng.randint(0, 3)])

@@ -91,7 +91,6 @@ class PoolWorld(BlameWorld, QuotaWorld, DeadlineWorld):
     """
 
     def __init__(self, seed: int) -> None:
-        """Opens a pool that follows from a seed."""
         super().__init__()
         rng = random.Random(seed)
         self.uploads: dict[int, Call] = {}
@@ -139,7 +138,6 @@ class PoolWorld(BlameWorld, QuotaWorld, DeadlineWorld):
     # ------------------------------------------------------------------------------------------------ events
 
     def on_arrive(self, rng: random.Random) -> str:
-        """A call is announced: let in or refused, which is foretold here."""
         number, call, planned = self._announced(rng)
         expected, reason = self._refusal(planned), ""
         kind = planned.plan.record.name, planned.options.deterministic
@@ -175,7 +173,6 @@ class PoolWorld(BlameWorld, QuotaWorld, DeadlineWorld):
         return f"call {number} is let in: {call.told()}, operands {region.offset}+{region.nbytes}"
 
     def on_uploaded(self, rng: random.Random) -> str:
-        """The operands of a call are all there."""
         if not self.uploads:
             return ""
         number = rng.choice(list(self.uploads))
@@ -189,7 +186,6 @@ class PoolWorld(BlameWorld, QuotaWorld, DeadlineWorld):
         return f"call {number} waits"
 
     def on_hang_up(self, rng: random.Random) -> str:
-        """A caller goes while it still uploads."""
         if not self.uploads:
             return ""
         number = rng.choice(list(self.uploads))
@@ -201,7 +197,6 @@ class PoolWorld(BlameWorld, QuotaWorld, DeadlineWorld):
         self._leave(number)
 
     def on_ready(self, rng: random.Random) -> str:
-        """A process has opened its device."""
         worker = self._pick(rng, [w for w, p in self.processes.items() if not p.open])
         if worker is None:
             return ""
@@ -212,7 +207,6 @@ class PoolWorld(BlameWorld, QuotaWorld, DeadlineWorld):
         return f"device {worker} is ready: mode {mode}, without {sorted(unavailable)}, {memory} bytes"
 
     def on_ask(self, rng: random.Random) -> str:
-        """The first phase of a call is through."""
         number = self._pick(rng, [n for n, c in self.calls.items() if c.running])
         if number is None:
             return ""
@@ -228,7 +222,6 @@ class PoolWorld(BlameWorld, QuotaWorld, DeadlineWorld):
         return f"call {number} is given back"
 
     def on_answer(self, rng: random.Random) -> str:
-        """A process answers a call."""
         number = self._pick(rng, self._answerable())
         if number is None:
             return ""
@@ -239,7 +232,6 @@ class PoolWorld(BlameWorld, QuotaWorld, DeadlineWorld):
         return f"call {number} is answered by {start.worker}: {reason or 'results'}"
 
     def on_get_on(self, rng: random.Random) -> str:
-        """A process that opens its device comes to another stage."""
         worker = self._pick(rng, [w for w, p in self.processes.items() if not p.open])
         if worker is None:
             return ""
@@ -256,7 +248,6 @@ class PoolWorld(BlameWorld, QuotaWorld, DeadlineWorld):
         return f"device {worker} has no process"
 
     def on_die(self, rng: random.Random) -> str:
-        """A process ends: as told, or by a guilty call or somebody outside; or several do."""
         ending = [w for w, p in self.processes.items() if p.told_to_end]
         deadly = {w: c for w in self.processes for c in map(self._crime, self._on(w)) if c in FATAL[:2]}
         if ending or (deadly and rng.random() < 0.8):
@@ -302,7 +293,6 @@ class PoolWorld(BlameWorld, QuotaWorld, DeadlineWorld):
         return f"device {worker} fails under {number}: {policy.name}, retry {retry}, exempt {exempt}"
 
     def on_cancel(self, rng: random.Random) -> str:
-        """A caller does not want its answer any more."""
         number = self._pick(rng, list(self.calls))
         if number is None:
             return ""
@@ -535,7 +525,6 @@ class PoolWorld(BlameWorld, QuotaWorld, DeadlineWorld):
     # --------------------------------------------------------------------------------------------- promises
 
     def _check_operands(self) -> None:
-        """The regions of operands are those of calls inside, and apart from each other."""
         inside = self.uploads.keys() | self.calls.keys()
         assert self.regions.keys() == inside, "operands of nobody, or a call without"
         held = sum(region.nbytes for region in self.regions.values())

@@ -61,7 +61,6 @@ class Job:
     inputs: Arrays
 
     def golden(self) -> dict[str, npt.NDArray[Any]]:
-        """What the CPU backend makes of the operands in this process."""
         plan = self.planned.plan
         return cpu_results(plan.record, plan.call, self.inputs, plan.outputs)
 
@@ -74,14 +73,12 @@ class Job:
                 ticket.view(name)[:] = data
 
     async def run(self, pool: DevicePool) -> tuple[dict[str, bytes], Outcome]:
-        """Runs it; returns the bytes of the results, and the outcome, whose views are released."""
         with pool.admit(self.planned) as ticket:
             self.write(ticket)
             outcome = await pool.run(ticket)
             return {name: bytes(data) for name, data in outcome.contents.items()}, outcome
 
     async def check(self, pool: DevicePool) -> Outcome:
-        """Runs it and compares every result bit for bit."""
         found, outcome = await self.run(pool)
         assert found == {name: array.tobytes() for name, array in self.golden().items()}
         return outcome
@@ -272,7 +269,6 @@ def _words(path: Path) -> list[str]:
 
 
 def pid_of(pool: DevicePool, device: int = 0) -> int:
-    """The process of a device's worker."""
     pid = pool.devices()[device].pid
     assert pid is not None
     return pid

@@ -102,7 +102,6 @@ class Call:
 
     @property
     def device_bytes(self) -> int:
-        """What it holds of the memory of a device with its own."""
         return self.request.device_bytes + workspace_footprint(self.granted)
 
     def told(self) -> str:
@@ -173,7 +172,6 @@ class SchedulerWorld:
     # ------------------------------------------------------------------------------------------ the driver
 
     def obey(self, commands: Sequence[Command]) -> None:  # noqa: PLR0915 -- one branch for each command
-        """Carries commands out and checks each of them."""
         for command in commands:
             if isinstance(command, StartCall):
                 self._started(command)

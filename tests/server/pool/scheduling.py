@@ -36,12 +36,10 @@ def of(kind: type[C], commands: Sequence[Command]) -> list[C]:
 
 
 def started(commands: Sequence[Command]) -> list[int]:
-    """The calls that start."""
     return [command.call for command in of(StartCall, commands)]
 
 
 def refused(commands: Sequence[Command]) -> list[tuple[int, str]]:
-    """The calls that fail, and why."""
     return [(command.call, command.reason) for command in of(FailCall, commands)]
 
 
@@ -49,26 +47,21 @@ class Driven(Scheduler):
     """A scheduler with what its callers and workers do, in short."""
 
     def put(self, number: int, now: float = 0, **facts: Any) -> list[int]:
-        """A call comes; which calls start."""
         return started(self.submit(CallState(number, **facts), now))
 
     def begin(self, number: int, now: float = 0, **facts: Any) -> StartCall:
-        """A call comes, and starts at once."""
         (start,) = of(StartCall, self.submit(CallState(number, **facts), now))
         return start
 
     def end(self, start: StartCall, reason: str = "", now: float = 0, **told: Any) -> list[Command]:
-        """A call is answered, with results unless there is a reason."""
         return self.answered(
             start.worker, start.incarnation, start.call, not reason, now, reason=reason, **told
         )
 
     def finish(self, start: StartCall, now: float = 0, **told: Any) -> list[Command]:
-        """A call is answered and closed."""
         return self.end(start, now=now, **told) + self.close(start.call, now)
 
     def lose(self, worker: int = 0, now: float = 0, why: str = "signal 9", **told: Any) -> list[Command]:
-        """The process of a device ends."""
         return self.lost(worker, self.workers[worker].incarnation, why, now, **told)
 
     def be_ready(
@@ -80,7 +73,6 @@ class Driven(Scheduler):
         deterministic: bool | None = None,
         **told: Any,
     ) -> list[Command]:
-        """The process of a device has opened it."""
         return self.ready(
             worker,
             self.workers[worker].incarnation,

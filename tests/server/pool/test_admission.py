@@ -39,7 +39,6 @@ LIMITS = {"input_arena_bytes": 1 << 20, "output_arena_bytes": 1 << 20, "memory_b
 
 
 def with_meta(planned: PlannedCall, **metas: TensorMeta) -> PlannedCall:
-    """The call with other operands."""
     return altered(planned, call=planned.plan.call.with_inputs(**metas))
 
 

@@ -198,7 +198,6 @@ def test_memory_is_bounded() -> None:
 
 
 def begin(scheduler: Driven, number: int, now: float = 0, plan: Plan = POISON, **facts: Any) -> StartCall:
-    """A call that starts at once."""
     return scheduler.begin(number, now, plan=plan, **facts)
 
 
@@ -207,7 +206,6 @@ def call(number: int, plan: Plan = POISON, **changes: Any) -> CallState:
 
 
 def again(commands: Sequence[Command]) -> StartCall:
-    """The one start that follows."""
     (start,) = of(StartCall, commands)
     return start
 

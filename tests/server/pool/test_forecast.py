@@ -35,7 +35,6 @@ def call(number: int, tenant: Tenant = LIGHT, expected_s: float = 1.0, **facts: 
 
 
 def put(scheduler: Driven, *numbers: int, now: float = 0, **facts: Any) -> list[StartCall]:
-    """Calls come; what starts."""
     commands = [c for number in numbers for c in scheduler.submit(call(number, **facts), now)]
     return of(StartCall, commands)
 

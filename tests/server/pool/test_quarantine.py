@@ -48,7 +48,6 @@ def state(scheduler: Driven) -> DeviceState:
 
 
 def canaries(commands: Sequence[Command]) -> list[int]:
-    """Numbers of the canaries that are to be run."""
     return [command.number for command in of(StartCanary, commands)]
 
 

@@ -96,13 +96,11 @@ def test_whoever_holds_the_most_for_its_weight_is_the_most_over_its_share() -> N
 
 
 def of(tenant: Tenant, priority: int = 0, label: str = "") -> Job:
-    """A call of a tenant."""
     made = make_job(priority=priority, label=label)
     return replace(made, planned=replace(made.planned, tenant=tenant))
 
 
 async def answer(pool: DevicePool, some: Job) -> str:
-    """How a call ends."""
     try:
         await some.run(pool)
     except ServerBusy as error:

@@ -27,17 +27,14 @@ def workspace(blocks: int) -> int:
 
 
 def needs(number: int, blocks: int, key: str | None = "key", **changes: Any) -> dict[str, Any]:
-    """What a call needs of a device."""
     return {"label": str(number), "device_bytes": blocks * BLOCK, "workspace_key": key, **changes}
 
 
 def begin(scheduler: Driven, number: int, blocks: int, *more: str | None) -> StartCall:
-    """A call that starts at once."""
     return scheduler.begin(number, **needs(number, blocks, *more))
 
 
 def put(scheduler: Driven, number: int, blocks: int, *more: str | None, **facts: Any) -> list[int]:
-    """A call comes; which calls start."""
     return scheduler.put(number, **needs(number, blocks, *more, **facts))
 
 
@@ -57,7 +54,6 @@ def defer(scheduler: Driven, start: StartCall, blocks: int) -> list[Command]:
 
 
 def used(scheduler: Driven) -> float:
-    """Blocks that the first device has set aside."""
     return scheduler.workers[0].memory_used_bytes / BLOCK
 
 

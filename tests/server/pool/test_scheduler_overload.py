@@ -55,7 +55,6 @@ class Crowd:
         self.counts = Counter[str]()
 
     def run(self) -> None:
-        """All of it."""
         for tenant in TENANTS:
             self._later(self._rng.expovariate(self._rates[tenant.name]), tenant)
         while self._events[0][0] < UNTIL_S:

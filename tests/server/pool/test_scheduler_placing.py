@@ -43,17 +43,14 @@ BLOCK = 512
 
 
 def where(commands: Sequence[Command]) -> list[tuple[int, int]]:
-    """The calls that start, and on which device."""
     return [(start.call, start.worker) for start in of(StartCall, commands)]
 
 
 def put(scheduler: Driven, number: int, operator: str = "", **facts: Any) -> list[tuple[int, int]]:
-    """A call comes; what starts, and where."""
     return where(scheduler.submit(CallState(number, operator=operator, **facts), 0))
 
 
 def again(commands: Sequence[Command]) -> StartCall:
-    """The one start that follows."""
     (start,) = of(StartCall, commands)
     return start
 

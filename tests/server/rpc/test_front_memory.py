@@ -24,8 +24,6 @@ LATER_S = 1e9
 
 
 class Context:
-    """As much of gRPC's side as memory asks of it."""
-
     def time_remaining(self) -> float | None:
         return None
 

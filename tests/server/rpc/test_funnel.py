@@ -45,7 +45,6 @@ METHOD = f"/{SERVICE.full_name}/GetServerInfo"
 
 @pytest.fixture(autouse=True)
 def lines() -> Iterator[list[Any]]:
-    """Collect what is logged."""
     with structlog.testing.capture_logs() as captured:
         yield captured
 
@@ -67,25 +66,20 @@ class Harness:
         self.stub: Any = None
 
     async def handler(self, message: Any, call: RpcCall) -> Any:
-        """GetServerInfo and ListOperators."""
         self.started.set()
         return await self.act(call)
 
     async def wait(self, call: RpcCall) -> Any:
-        """Answers when it may go on."""
         await self.go_on.wait()
         return server_pb2.GetServerInfoResponse(version="7")
 
     async def call(self, timeout_s: float = 20, **options: Any) -> Any:
-        """Calls it."""
         return await self.stub(server_pb2.GetServerInfoRequest(), timeout=timeout_s, **options)
 
     def begin(self, **options: Any) -> asyncio.Task[Any]:
-        """Calls it in a task."""
         return asyncio.create_task(self.call(**options))
 
     def count(self, name: str, **labels: str) -> float:
-        """A counter of the metrics."""
         return self.metrics.registry.get_sample_value(name, labels) or 0.0
 
 
@@ -103,7 +97,6 @@ async def served(handler: Any, funnel: Funnel | None = None, parse: Any = None) 
 
 @asynccontextmanager
 async def serving() -> AsyncIterator[Harness]:
-    """The harness, with its server."""
     harness = Harness()
     funnelled: Any = harness.funnel.unary("GetServerInfo", harness.handler)
 

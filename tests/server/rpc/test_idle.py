@@ -15,7 +15,6 @@ NEVER_S = 1000.0
 
 @contextmanager
 def timed() -> Iterator[IdleTimer]:
-    """A timer of the running task."""
     timer = IdleTimer()
     try:
         yield timer

@@ -50,13 +50,10 @@ class Places:
 
     @property
     def ended(self) -> list[int]:
-        """Which were ended, in the order of their arrival."""
         return [number for number, call in enumerate(self.calls) if call.failure is not None]
 
 
 class Task:
-    """As much of a task as a place needs."""
-
     def cancel(self) -> None:
         pass
 

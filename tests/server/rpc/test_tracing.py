@@ -135,7 +135,6 @@ class Made:
         )
 
     def spans(self) -> list[ReadableSpan]:
-        """What was made."""
         self.tracing.close()
         return list(self._kept.get_finished_spans())
 
@@ -157,7 +156,6 @@ class Made:
 
 @contextmanager
 def made(ratio: float, trusts_callers: bool = False) -> Iterator[Made]:
-    """One for a block."""
     found = Made(ratio, trusts_callers)
     try:
         yield found

@@ -140,7 +140,6 @@ def opening(device: str, streams: int = 1, *, forked: bool = True) -> Iterator[W
 
 @contextmanager
 def worker(device: str = "cpu:0", streams: int = 1, *, forked: bool = True) -> Iterator[WorkerUnderTest]:
-    """A worker whose device is ready."""
     with opening(device, streams, forked=forked) as found:
         found.get(DeviceReady)
         yield found
