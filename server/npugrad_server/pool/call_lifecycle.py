@@ -206,7 +206,7 @@ class CallLifecycle:
             return
         began_s = min((call.started_s for call in worker.running.values()), default=-math.inf)
         died_s = now if worker.ended_s is None else worker.ended_s
-        opened = self.circuits.died(worker.index, died_s, worker.death, worker.suspects(), began_s)
+        opened = self.circuits.died(worker.index, died_s, worker.death, worker.suspects(), began_s, now)
         for call, refusal in opened:
             out.append(CircuitChanged(call.id, refusal.counts, refusal.whole))
             self._refuse_waiting(call, refusal, now, out)

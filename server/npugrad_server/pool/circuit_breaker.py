@@ -259,33 +259,41 @@ class CircuitBreaker:
         return any(circuit.trial == call.id for circuit in self._circuits_of(call).values())
 
     def died(
-        self, device: int, now: float, death: Death, calls: Iterable[CallState], began_s: float
+        self,
+        device: int,
+        at: float,
+        death: Death,
+        calls: Iterable[CallState],
+        began_s: float,
+        now: float | None = None,
     ) -> list[tuple[CallState, Refusal]]:
         """A worker died.
 
         Args:
             device: Of which device.
-            now: Current time.
+            at: When.
             death: How.
             calls: Those that may have caused it.
             began_s: When the first of its calls was started; infinitely early without any.
+            now: Current time, from which circuits are open; by default that of the death.
 
         Returns:
             The circuits that opened, each with the call that opened it.
         """
+        now = at if now is None else now
         self.forget(now)
-        while self._losses and self._losses[0].at < now - TOGETHER_S:
+        while self._losses and self._losses[0].at < at - TOGETHER_S:
             self._losses.popleft()
-        loss = _Loss(now, device)
+        loss = _Loss(at, device)
         for other in self._losses:
             if other.device != device and began_s < other.at:
                 _count_for_nobody(loss)
                 _count_for_nobody(other)
         self._losses.append(loss)
         known = [call for call in calls if call.plan is not None]
-        return [(call, refusal) for call in known for refusal in self._suspect(call, loss, death)]
+        return [(call, refusal) for call in known for refusal in self._suspect(call, loss, death, now)]
 
-    def _suspect(self, call: CallState, loss: _Loss, death: Death) -> Sequence[Refusal]:
+    def _suspect(self, call: CallState, loss: _Loss, death: Death, now: float) -> Sequence[Refusal]:
         found = self._suspicions.setdefault(call.owner, _Suspicion())
         self._suspicions.move_to_end(call.owner)
         found.records = [old for old in found.records if old.loss.at > loss.at - self.window_s]
@@ -297,8 +305,8 @@ class CircuitBreaker:
             self._suspicions.popitem(last=False)
         if loss.together or not (record.counts and self._opens_at):
             return ()
-        keys = [key for key in (record.signature, None) if self._opens(found, key, call, loss.at)]
-        return [self._refusal(found, key, OPEN_S, loss.at) for key in keys]
+        keys = [key for key in (record.signature, None) if self._opens(found, key, call, now)]
+        return [self._refusal(found, key, OPEN_S, now) for key in keys]
 
     def _opens(self, found: _Suspicion, key: Hashable, call: CallState, now: float) -> bool:
         """Opens a circuit after a death if that was its trial's or there is enough; whether that is news."""

@@ -28,6 +28,7 @@ class Died:
 
     call: CallState
     at: float
+    told_s: float
     device: int
     death: Death
     counts: bool
@@ -78,7 +79,7 @@ class BlameWorld(SchedulerWorld):
         self.ended = at
         began, new = min(running, default=float("-inf")), []
         for request in worker.suspects():
-            new.append(Died(request, at, worker.index, death, request.ran_isolated, cause))
+            new.append(Died(request, at, self.now, worker.index, death, request.ran_isolated, cause))
         self.losses = [loss for loss in self.losses if loss[0] >= at - TOGETHER_S]
         others = [loss for loss in self.losses if loss[1] != worker.index and began < loss[0]]
         self.losses.append((at, worker.index, new))

@@ -519,7 +519,7 @@ class PoolWorld(BlameWorld, QuotaWorld, DeadlineWorld):
         assert call.request.owner in self.guilty, "an innocent's circuit is open"
         others = [c for n, c in self.calls.items() if n != number and c.request.owner == call.request.owner]
         is_tried = any(c.running or self._waits(c) for c in others)
-        last = max((died.at for died in self._against(call.request.owner)), default=-OPEN_S)
+        last = max((died.told_s for died in self._against(call.request.owner)), default=-OPEN_S)
         assert is_tried or last + OPEN_S > self.now, "a circuit is open for too long"
 
     # --------------------------------------------------------------------------------------------- promises

@@ -142,6 +142,14 @@ def test_deaths_one_after_the_other_or_far_apart_count(device: int, began_s: flo
     assert len(breaker.died(device, at_s, Death.DIED, [suspect(1)], began_s)) == 1
 
 
+def test_a_circuit_is_open_from_when_the_death_is_known() -> None:
+    breaker = CircuitBreaker(1)
+    breaker.died(0, 5.0, Death.DIED, [suspect(1)], 4.0, 5.0 + OPEN_S)
+    refusal = refusal_of(breaker, 6.0 + OPEN_S)
+    assert refusal is not None
+    assert refusal.retry_after_s == OPEN_S - 1
+
+
 def test_one_call_at_a_time_is_tried_once_it_is_half_open_and_closes_or_opens_it() -> None:
     breaker = opened()
     assert breaker.enter(suspect(3), OPEN_S) is None
