@@ -125,7 +125,8 @@ class ExecutionInfo:
         'cpu:0: ... ms'
 
     Attributes:
-        backend: ``"cpu"`` (compiled kernels), ``"cpu-reference"`` (NumPy), ``"npu"`` or ``"test"``.
+        backend: ``"cpu"`` (compiled kernels), ``"cpu-torch"`` (PyTorch), ``"cpu-reference"`` (NumPy),
+            ``"npu"`` or ``"test"``.
         device: Device that ran it, such as ``"cpu:0"``.
         product: Product the call was validated for.
         simulated: True when the device is simulated.

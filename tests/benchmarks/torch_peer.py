@@ -73,7 +73,7 @@ def as_array(tensor: torch.Tensor) -> Array:
 def _backward_of(record: OpRecord, tensors: Tensors, attrs: Mapping[str, Any]) -> Backward:
     """torch's own function for it, or the composition below."""
     binding = record.binding
-    if binding is None or not binding.path.startswith("aten."):
+    if binding is None or not binding.is_aten:
         return _COMPOSED[record.name](tensors, attrs)
     values = {**dict.fromkeys(param.name for param in record.inputs), **tensors, **attrs}
     names = [param.name for param in record.outputs]

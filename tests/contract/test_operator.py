@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from operator import attrgetter
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
 from npugrad.agreement import agreement
 from npugrad.attributes import KINDS
+from npugrad.binding import TorchBinding
 from npugrad.edges import NOT_FINITE, edges
 from npugrad.operator import AttrParam, OpRecord, Param, TensorParam
 from npugrad.ops import OPERATORS, get_operator
@@ -110,16 +115,130 @@ def test_what_is_moved_onto_ties_stays_there_and_has_rules_that_judge_it(record:
 # Bindings take what the records say: on the CPU, where torch has the same function.
 
 BOUND = {name: record for name, record in OPERATORS.items() if record.binding is not None}
-ON_CPU = [
-    name for name, record in BOUND.items() if record.binding and record.binding.path.startswith("aten.")
-]
+ON_CPU = [name for name, record in BOUND.items() if record.binding and record.binding.is_aten]
+
+
+class _Read(dict[str, Any]):
+    """Values that note who asks for them."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        super().__init__((name, torch.zeros(1)) for name in names)
+        self.names = list[str]()
+
+    def __getitem__(self, name: str) -> Any:
+        self.names.append(name)
+        return super().__getitem__(name)
+
+    def __contains__(self, name: object) -> bool:
+        return False
 
 
 def test_a_binding_takes_every_operand_and_attribute_once() -> None:
     for record in BOUND.values():
-        assert record.binding is not None
-        taken = [*record.binding.positional, *record.binding.keyword]
-        assert sorted(taken) == sorted({p.name for p in record.params} - {p.name for p in record.outputs})
+        binding = record.binding
+        assert binding is not None
+        taken = [name for name in (*binding.positional, *binding.keyword) if name not in binding.made]
+        read = _Read({p.name for p in record.params} - {p.name for p in record.outputs})
+        for make in binding.made.values():
+            make(read)
+        assert sorted({*read.names, *taken}) == sorted(read)
+        assert len({*taken}) == len(taken)
+
+
+# What each kind of parameter is in the schemas of PyTorch's operators.
+SCHEMA_TYPES = {
+    "int": {"int64", "int32", "int8", "uint64", "bool"},
+    "float": {"float", "double"},
+    "bool": {"bool"},
+    "str": {"string"},
+    "List[int]": {"int64_array"},
+    "List[bool]": {"bool_array"},
+    "List[float]": {"float_array"},
+    "number": {"scalar", "double", "float"},
+}
+
+
+@pytest.mark.parametrize("name", ON_CPU)
+def test_a_binding_fits_the_schema_of_its_operator(name: str) -> None:
+    """In number, order by kind and keywords: a call fails only where such an argument is not the default."""
+    record = BOUND[name]
+    binding = record.binding
+    assert binding is not None
+    schema = attrgetter(binding.path)(torch.ops).default._schema
+    params = {p.name: p for p in record.params}
+    positional = [each for each in schema.arguments if not each.kwarg_only]
+    assert {each.name for each in schema.arguments if each.kwarg_only} >= set(binding.keyword)
+    assert len(binding.results or record.outputs) == len(record.outputs)
+    assert len(schema.returns) == len(record.outputs) or binding.results
+    for given, wanted in zip(binding.positional, positional, strict=True):
+        if given in binding.made:
+            continue
+        param, kind = params[given], str(wanted.type)
+        if isinstance(param, TensorParam):
+            assert kind in {"Tensor", "Optional[Tensor]"}, given
+        else:
+            assert param.type in SCHEMA_TYPES[kind], given
+
+
+def _values(**changes: Any) -> dict[str, Any]:
+    made = {name: torch.rand(3, 4) for name in ("grad", "input", "output")}
+    return {**made, "dim": 1, "mode": 1, "mask": 5, "indices": torch.ones(3), **changes}
+
+
+# Bindings whose arguments or results are not the record's as they are, and the call that each makes.
+MADE: dict[str, tuple[TorchBinding, Callable[..., Any]]] = {
+    "a single result": (
+        TorchBinding("aten.silu_backward", ("grad", "input")),
+        lambda grad, input, **_: torch.ops.aten.silu_backward(grad, input),
+    ),
+    "a number that stands for a text, of another name": (
+        TorchBinding(
+            "aten.gelu_backward",
+            ("grad", "input"),
+            ("approximate",),
+            {"approximate": lambda given: ("none", "tanh")[given["mode"]]},
+        ),
+        lambda grad, input, **_: torch.ops.aten.gelu_backward(grad, input, approximate="tanh"),
+    ),
+    "a dtype": (
+        TorchBinding(
+            "aten._softmax_backward_data",
+            ("grad", "output", "dim", "dtype"),
+            made={"dtype": lambda given: given["output"].dtype},
+        ),
+        lambda grad, output, dim, **_: torch.ops.aten._softmax_backward_data(grad, output, dim, grad.dtype),
+    ),
+    "indices of another type, and a constant": (
+        TorchBinding(
+            "aten.embedding_dense_backward",
+            ("grad", "indices", "weights", "padding", "scale"),
+            made={
+                "indices": lambda given: given["indices"].long(),
+                "weights": lambda given: 7,
+                "padding": lambda given: -1,
+                "scale": lambda given: False,
+            },
+        ),
+        lambda grad, indices, **_: torch.ops.aten.embedding_dense_backward(
+            grad, indices.long(), 7, -1, False
+        ),
+    ),
+    "bits of a mask, and some results in another order": (
+        TorchBinding(
+            "aten.native_batch_norm_backward",
+            ("grad", "input", "none", "none", "none", "mean", "mean", "train", "eps", "mask"),
+            made={
+                "none": lambda given: None,
+                "mean": lambda given: given["input"].mean(0),
+                "train": lambda given: True,
+                "eps": lambda given: 1e-5,
+                "mask": lambda given: [bool(given["mask"] >> bit & 1) for bit in range(3)],
+            },
+            results=(2, 0),
+        ),
+        lambda grad, **_: (grad.sum(0), None),
+    ),
+}
 
 
 @pytest.mark.parametrize("name", ON_CPU)
@@ -133,6 +252,16 @@ def test_what_a_binding_gives_is_what_the_reference_gives(name: str) -> None:
     results = {p.name: output.numpy() for p, output in zip(record.outputs, found, strict=True)}
     judged = agreement(record, operands, call.attrs, results)
     assert judged.ok, judged
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_arguments_and_results_that_differ_are_made(name: str) -> None:
+    binding, direct = MADE[name]
+    values = _values()
+    expected = direct(**values)
+    found = binding.call(torch.ops, values)
+    for one, other in zip(found, expected if isinstance(expected, tuple) else (expected,), strict=True):
+        assert other is None or torch.equal(one, other)
 
 
 def test_an_older_torch_without_it_is_an_attribute_error() -> None:

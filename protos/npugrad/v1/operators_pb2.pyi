@@ -179,7 +179,9 @@ class ExecutionInfo(google.protobuf.message.Message):
     PREDICTED_WAIT_S_FIELD_NUMBER: builtins.int
     PREDICTED_RUN_S_FIELD_NUMBER: builtins.int
     backend: builtins.str
-    """Backend that ran the operator: "cpu" (compiled kernels), "cpu-reference" (NumPy), "npu", "test"."""
+    """Backend that ran the operator: "cpu" (compiled kernels), "cpu-torch" (PyTorch), "cpu-reference"
+    (NumPy), "npu", "test".
+    """
     device: builtins.str
     """Device that ran it, such as "cpu:0"."""
     product: global___Product.ValueType

@@ -82,8 +82,8 @@ class Timings:
         run_s: Seconds the operator ran.
         copy_out_s: Seconds spent copying results from the device.
         workspace_bytes: Workspace the operator asked for.
-        backend: What ran the operator, if not the backend itself: ``"cpu-reference"`` on a CPU device whose
-            kernels do not compute the call.
+        backend: What ran the operator, if not the backend itself: ``"cpu-torch"`` or ``"cpu-reference"`` on a
+            CPU device whose kernels do not compute the call.
     """
 
     copy_in_s: float = 0.0
@@ -181,6 +181,8 @@ class Backend(ABC):
         no_determinism: Why none of its calls is deterministic; empty if they can be; final once open.
         strided: Whether `run` takes operands with the strides they arrived with.
         unavailable: Operators that the device cannot run, with the reason; final once open.
+        deferred: Operators whose canaries wait until the device is ready: the reference computes them, or
+            what only the first call loads; final once open.
         memory_bytes: The device's own memory for calls, once open; None if it works in host memory.
         computes: Whether it computes the operators' real results, which can be checked; final once open.
         is_limited: Whether it refuses calls that its product refuses.
@@ -195,6 +197,7 @@ class Backend(ABC):
     no_determinism: str = ""
     strided: bool = False
     unavailable: Mapping[str, str] = MappingProxyType({})
+    deferred: frozenset[str] = frozenset()
     memory_bytes: int | None = None
     computes: bool = True
     is_limited: bool = False

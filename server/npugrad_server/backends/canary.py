@@ -159,9 +159,14 @@ class Canaries:
         """Runs one; numbers count from 0 and wrap around. Raises DeviceLost if the process must exit."""
         return self._canaries[number % len(self._canaries)].run(self._backend.run, stream)
 
+    def first(self, rounds: int) -> list[int]:
+        """Numbers of those to run before the device is ready: without the deferred ones in a single round."""
+        deferred = self._backend.deferred if rounds == 1 else ()
+        return [number for number, each in enumerate(self._canaries) if each.operator not in deferred]
+
     def first_wrong(self, rounds: int) -> CanaryFinding | None:
-        """Runs all `rounds` times, up to the first that is wrong twice in a row; returns that, if any."""
-        for number in range(rounds * len(self)):
+        """Runs the first `rounds` times, up to one that is wrong twice in a row; returns that, if any."""
+        for number in self.first(rounds) * rounds:
             if self.run(number).result is CanaryResult.MISMATCH:
                 again = self.run(number)
                 if again.result is CanaryResult.MISMATCH:

@@ -132,7 +132,7 @@ class Driver:
         """A process has opened its device."""
         for operator, reason in ready.unavailable.items():
             _log.warning("%s: operator %s is not available: %s", self.fleet.names[worker], operator, reason)
-        self._observer.canaries_run(self.fleet.names[worker], CanaryResult.OK.value, ready.canaries)
+        self._observer.canaries_run(self.fleet.names[worker], CanaryResult.OK.value, ready.compared)
         memory_bytes = None
         if ready.memory_bytes is not None:
             memory_bytes = budget(ready.memory_bytes, self._settings.streams_per_device)

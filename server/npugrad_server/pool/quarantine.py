@@ -1,7 +1,8 @@
 """Detects devices that compute wrongly: periodic canaries, mismatches, quarantine. Part of the scheduler.
 
 Guarantees
-    - A device is ready only after its process has compared every canary and found it right.
+    - A device is ready only after its process has compared the canaries and found them right; those that a
+      backend defers come with the first round.
     - From then on it runs each canary once per interval: while it is idle, or alongside its calls if it has
       not been idle for another interval.
     - After a canary mismatch it takes no calls until that canary is right. Two mismatches within

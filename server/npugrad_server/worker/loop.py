@@ -109,7 +109,8 @@ class Worker:
             message = f"{wrong.operator}: a canary was wrong twice: {wrong.detail}"
             self._send(OpenFailed(message[:_MAX_REASON], wrong=wrong.operator))
             return 1
-        self._send(_ready(backend, len(self._canaries)))
+        compared = len(self._canaries.first(opening.canary_rounds))
+        self._send(_ready(backend, len(self._canaries), compared))
         others = [
             threading.Thread(target=self._stream, args=(backend, arenas, index), name=f"stream-{index}")
             for index in range(1, opening.streams)
@@ -221,7 +222,7 @@ class Worker:
             leave(0)  # the pool is gone
 
 
-def _ready(backend: Backend, canaries: int) -> DeviceReady:
+def _ready(backend: Backend, canaries: int, compared: int) -> DeviceReady:
     return DeviceReady(
         backend.name,
         backend.description,
@@ -232,4 +233,5 @@ def _ready(backend: Backend, canaries: int) -> DeviceReady:
         backend.deterministic,
         backend.no_determinism[:_MAX_REASON],
         canaries,
+        compared,
     )

@@ -87,6 +87,7 @@ class DeviceReady:
 
     Attributes:
         canaries: How many canaries it has: one for each operator; 0 if it computes nothing.
+        compared: How many of them were compared; the others are in the first round.
     """
 
     backend: str
@@ -98,6 +99,7 @@ class DeviceReady:
     deterministic: bool | None = None
     no_determinism: str = ""
     canaries: int = 0
+    compared: int = 0
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ It is a worker process with `NAME` in place of a device's name, and uses four of
                 <-         CallDone with the findings, or CallFailed: VERIFICATION_FAILED and others
 
 Results that differ from the reference are not wrong for that: no arithmetic gets a sum right whose terms
-cancel each other. So such a call is computed once more, by the CPU's kernels. If these agree with the
-reference, the device is wrong (`WRONG` in the answer's metadata); if not, or if they do not compute such
-calls, nobody knows (`DOUBTFUL`).
+cancel each other. So such a call is computed once more, by the CPU's kernels or PyTorch. If these agree
+with the reference, the device is wrong (`WRONG` in the answer's metadata); if not, or if they do not compute
+such calls, nobody knows (`DOUBTFUL`).
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class Verifier:
     def _recomputed(
         self, prepared: PreparedOperands, inputs: Mapping[str, Array | None], found: Agreement
     ) -> tuple[str, str]:
-        """Computes a call with the CPU's kernels and compares; returns the verdict, and says it."""
+        """Computes a call with the CPU backend and compares; returns the verdict, and says it."""
         record, meta = prepared.record, prepared.meta
         if self._cpu is None:
             self._cpu = CpuBackend(self._reference.records)

@@ -1,4 +1,4 @@
-"""The backend of CPU devices: a kernel for each operator that has one, else the record's NumPy reference."""
+"""The backend of CPU devices: for each call a kernel, else PyTorch, else the record's NumPy reference."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from npugrad import OPERATORS
 from npugrad.coordinates import CoordinateRule
 from npugrad_server.backends.base import REFERENCE, Backend, Timings, unheard
 from npugrad_server.backends.cpu.kernels import Kernels, KernelsUnavailable, KernelUnsupported
+from npugrad_server.backends.cpu.torch import Torch
 from npugrad_server.machine import cpu_count
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from npugrad_server.backends.cpu.calls import Arrays, Block
     from npugrad_server.devices import DeviceName
 
+TORCH = "cpu-torch"
+"""Backend name of calls that PyTorch's operators compute."""
 THREADS = "OMP_NUM_THREADS"
 """Environment variable: how many threads compute; the pool sets it, NumPy's libraries read it."""
 
@@ -46,6 +49,7 @@ class CpuBackend(Backend):
         self.name = REFERENCE
         self.description = "host CPU"
         self._kernels: Kernels | None = None
+        self._torch: Torch | None = None
         self._float64_coordinates = False
 
     def open(
@@ -57,22 +61,32 @@ class CpuBackend(Backend):
     ) -> None:
         """Loads the kernels, or notes why there are none; a CPU device stands for every product."""
         threads = thread_count()
+        self._torch = torch = Torch(threads)
         self._float64_coordinates = device.float64_coordinates
         coordinates = ", coordinates in float64" if self._float64_coordinates else ""
         try:
             self._kernels = kernels = Kernels(threads, float64_coordinates=self._float64_coordinates)
         except KernelsUnavailable as error:
+            self.deferred = frozenset(self.records)
             self.description = (
                 f"host CPU, NumPy reference in float64, {threads} threads for linear algebra{coordinates}; "
-                f"no compiled kernels: {error}"
+                f"no compiled kernels: {error}{self._others(torch, [])}"
             )
             return
         self.name = "cpu"
         self.description = f"host CPU, compiled kernels ({kernels.variant}), {kernels.threads} threads"
-        self.description += coordinates
-        others = [name for name in self.records if name not in kernels.operators]
-        if others:
-            self.description += f"; NumPy reference in float64 for {', '.join(others)}"
+        self.deferred = frozenset(self.records) - frozenset(kernels.operators)
+        others = [name for name in self.records if name in self.deferred]
+        self.description += f"{coordinates}{self._others(torch, others)}"
+
+    def _others(self, torch: Torch, names: list[str]) -> str:
+        """What computes operators that have no kernel, of which some are named; in words."""
+        bound = [name for name in sorted(self.deferred) if torch.has(self.records[name])]
+        others = [name for name in names if not (torch.is_found and name in bound)]
+        said = [f"PyTorch for {', '.join(bound)}"] * bool(torch.is_found and bound)
+        said += [f"NumPy reference in float64 for {', '.join(others)}"] * bool(others)
+        said += [f"no PyTorch: {torch.trouble}"] * bool(torch.trouble and bound)
+        return "".join(f"; {each}" for each in said)
 
     def run(self, record: OpRecord, call: DeviceCall) -> Timings:
         """Computes directly on the call's arrays; operands that must be contiguous are copied first.
@@ -95,12 +109,14 @@ class CpuBackend(Backend):
                 )
                 return Timings(copy_in_s=packed - start, run_s=time.perf_counter() - packed)
             except KernelUnsupported:
-                pass  # nothing was written; the reference takes any dtype
+                pass  # nothing was written; the others take more
         inputs = {
-            name: None if array is None else np.ascontiguousarray(array).reshape(array.shape)
+            name: None if array is None else np.require(array, requirements=("C", "A"))
             for name, array in call.inputs.items()
         }
         packed = time.perf_counter()
+        if self._torch is not None and self._torch.run(record, inputs, call):
+            return Timings(packed - start, time.perf_counter() - packed, backend=TORCH)
         reference = record.reference
         if self._float64_coordinates:
             reference = record.references_by_rule.get(CoordinateRule.FLOAT64, reference)

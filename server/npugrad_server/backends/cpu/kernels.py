@@ -40,6 +40,18 @@ VARIANTS: Mapping[str, Mapping[str, frozenset[str]]] = {
     "aarch64": {"neon": frozenset()},
 }
 """CPU flags that each variant needs, by machine, the best variant first."""
+COMPUTED = frozenset(
+    {
+        "fused_floyd_attention_grad",
+        "grid_sampler_2d_backward",
+        "grid_sampler_3d_backward",
+        "group_norm_backward",
+        "layer_norm_backward",
+        "multi_scale_deformable_attention_grad",
+    }
+)
+"""Operators with a kernel in every library. Where that refuses a call, or there is no library, the reference
+computes: PyTorch's operators lose more digits than these kernels do."""
 _OK, _CANCELLED, _UNSUPPORTED, _INVALID, _NO_MEMORY, _INTERNAL = range(6)
 
 
