@@ -26,13 +26,11 @@ FORMATS = (Format.FRACTAL_NZ, Format.NCHW, Format.NDHWC)
 """The vendor's checks refuse the first where they refuse any."""
 
 
-def breaks_only(name: str, constraints: Mapping[str, Constraint], call: CallMeta) -> bool:
-    """Whether a call breaks one constraint and no other.
+def judge(constraints: Mapping[str, Constraint], call: CallMeta) -> Callable[[str], bool]:
+    """Whether a call breaks a constraint, by identifier; it is evaluated only if those that it requires hold.
 
     Args:
-        name: Identifier of that constraint.
-        constraints: All that apply to the call's product, by identifier; each is evaluated only if those that
-            it requires hold, and those that are `alone` before the others.
+        constraints: All that apply to the call's product, by identifier.
         call: The call.
     """
     holds: dict[str, bool] = {}
@@ -45,13 +43,16 @@ def breaks_only(name: str, constraints: Mapping[str, Constraint], call: CallMeta
             holds[constraint.id] = is_reached(constraint) and constraint.check(call) is None
         return holds[constraint.id]
 
-    def is_broken(constraint: Constraint) -> bool:
-        return is_reached(constraint) and not is_kept(constraint)
+    return lambda name: is_reached(constraints[name]) and not is_kept(constraints[name])
 
-    if name not in constraints or not is_broken(constraints[name]):
+
+def breaks_only(name: str, constraints: Mapping[str, Constraint], call: CallMeta) -> bool:
+    """Whether a call breaks one constraint and no other; those that are `alone` come before the others."""
+    is_broken = judge(constraints, call)
+    if name not in constraints or not is_broken(name):
         return False
-    asked = (each for each in constraints.values() if each.alone or not constraints[name].alone)
-    return not any(each.id != name and is_broken(each) for each in asked)
+    asked = (each.id for each in constraints.values() if each.alone or not constraints[name].alone)
+    return not any(each != name and is_broken(each) for each in asked)
 
 
 def with_metas(call: CallMeta, metas: Mapping[str, TensorMeta | None]) -> CallMeta:

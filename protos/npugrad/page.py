@@ -12,8 +12,9 @@ from itertools import chain, compress
 from typing import TYPE_CHECKING, Any, Literal
 
 from npugrad import changes
+from npugrad.citing import Citing
+from npugrad.derivation import MASK, Calls
 from npugrad.error_table import PARAM_INVALID
-from npugrad.errors import Source
 from npugrad.generators import Draw
 from npugrad.meta import TensorMeta
 from npugrad.names import camel_case
@@ -23,17 +24,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from npugrad.attributes import AttrType
+    from npugrad.citing import Numbers
     from npugrad.dtypes import DType
+    from npugrad.errors import Source
     from npugrad.meta import CallMeta
-    from npugrad.operator import Finding, Param
+    from npugrad.operator import Finding, Param, VendorCode
     from npugrad.products import Product
+    from npugrad.workloads import Workload
 
     Check = Callable[[CallMeta], Finding | None]
     DTypes = Mapping[Product, tuple[DType, ...]]
-    Numbers = int | tuple[int, ...] | list[int | None] | None
-    """One number, several, or as a list one for each operand of the rule."""
 
-MASK = "output_mask"
 _NORMAL = Draw("normal")
 _MADE_BY_SERVICE = ("workspaceSize", "executor", "workspace", "stream")
 
@@ -52,6 +53,7 @@ class Rule:
         code: aclnn code of a call that violates it.
         is_always: Whether it is asked about outputs that are masked out, too.
         is_nullable: Whether it is asked about operands that are null, too.
+        vendor: The vendor's code for calls that violate it, by default `code`, and why it differs.
     """
 
     kind: str
@@ -63,24 +65,24 @@ class Rule:
     code: int = PARAM_INVALID
     is_always: bool = False
     is_nullable: bool = False
+    vendor: tuple[VendorCode | Callable[[CallMeta], VendorCode], str] | None = None
 
 
 @dataclass
-class Page:
+class Page(Citing):
     """One operator's page.
 
     Attributes:
-        document: Official name of the operator.
-        repository: The vendor's public repository with its checks.
+        document, repository, editions: As in `Citing`.
         products: Products that have it, with the source of that fact.
-        editions: Titles of its pages; the entries of a later one's constraint section are counted from its
-            place in this list, as it has one more before them. By default the document itself.
         accepts_unchecked: Whether a call succeeds before anything is checked.
         keeps_format: Whether outputs have the storage format of the inputs that they are like, else ND.
         arranged: The call with the axes of its operands in the order of `axes`, and what is said of that.
         params: Parameters by name, in the order of the C signature.
         axes: Sizes on the axes of tensors, in the words of the page.
         leaders: Which axis of which input defines a size.
+        limits: Sizes that may not be any number.
+        values: Legal values of attributes, those of the smallest call first.
     """
 
     document: str
@@ -93,6 +95,8 @@ class Page:
     params: dict[str, Param] = field(default_factory=dict)
     axes: dict[str, tuple[str, ...]] = field(default_factory=dict)
     leaders: dict[str, tuple[str, int]] = field(default_factory=dict)
+    limits: dict[str, Sequence[int]] = field(default_factory=dict)
+    values: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     _constraints: dict[str, Constraint] = field(default_factory=dict)
     _applying: dict[Product, dict[str, Constraint]] = field(default_factory=dict)
     _not_expressible: list[NotExpressible] = field(default_factory=list)
@@ -102,8 +106,15 @@ class Page:
 
     # ---------------------------------------------------------------------------- parameters
 
-    def input(self, name: str, dtypes: DTypes, doc: str, *, axes: str = "", **extra: Any) -> None:
-        """An input; `axes` names its sizes; `extra` is the rest of `TensorParam`, its `axes` as `order`."""
+    def input(self, name: str, dtypes: DTypes | str, doc: str, *, axes: str = "", **extra: Any) -> None:
+        """An input; `axes` names its sizes, such as ``n c *spatial`` where `spatial` is any number of axes.
+
+        Instead of types, the name of an input with the same types and, by default, the same axes; `extra` is
+        the rest of `TensorParam`, its `axes` as `order`.
+        """
+        if isinstance(dtypes, str):
+            axes = axes or " ".join(self.axes[dtypes])
+            dtypes = self.tensor(dtypes).dtypes
         self._tensor(name, "input", {"dtypes": dtypes, "doc": doc, "draw": _NORMAL, **extra})
         self.axes[name] = tuple(axes.split())
 
@@ -123,8 +134,10 @@ class Page:
         self._bits[name] = bit
         self._metas[name] = meta or (lambda call: self._alike(call, like, own))
 
-    def attr(self, name: str, kind: AttrType, doc: str, **extra: Any) -> None:
-        """An attribute; `extra` is the rest of `AttrParam`."""
+    def attr(self, name: str, kind: AttrType, doc: str, values: Sequence[Any] = (), **extra: Any) -> None:
+        """An attribute, with legal values that derived calls have; `extra` is the rest of `AttrParam`."""
+        by_type = (False, True) if kind == "bool" else tuple(extra.get("choices", {}).values())
+        self.values[name] = tuple(values) or by_type
         extra = {"c_name": camel_case(name), **extra}
         self.params[name] = AttrParam(name=name, type=kind, doc=doc, **extra)
 
@@ -155,9 +168,10 @@ class Page:
         """The inputs."""
         return [p for p in self.params.values() if isinstance(p, TensorParam) and p.role == "input"]
 
-    def shape_of(self, name: str, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """The shape of a tensor for given sizes."""
-        return tuple(int(axis) if axis.isdigit() else sizes[axis] for axis in self.axes[name])
+    def shape_of(self, name: str, sizes: Mapping[str, Any]) -> tuple[int, ...]:
+        """The shape of a tensor for given sizes, several for ``*name``."""
+        each = (int(axis) if axis.isdigit() else sizes[axis.lstrip("*")] for axis in self.axes[name])
+        return tuple(chain.from_iterable(size if isinstance(size, tuple) else (size,) for size in each))
 
     def is_output(self, name: str) -> bool:
         """Whether it is one."""
@@ -204,20 +218,15 @@ class Page:
         for place, name in enumerate(names.split()):
             made, options = kind(self, name), dict(extra)
             code = options.pop("code", made.code)
-            sources = (
-                *self._rows(code, _numbers(row, place)),
-                *self._entries(_numbers(entry, place)),
-                *(self._check(number) for number in _numbers(check, place)),
-                *chain.from_iterable(
-                    self._sources("parameters", self.params[each].c_name) for each in cite.split()
-                ),
-            )
-            self._add(name, made, code, sources, options)
+            cited = (self.sources("parameters", self.params[each].c_name) for each in cite.split())
+            sources = self.places(place, row, entry, check, code)
+            self._add(name, made, code, (*sources, *chain.from_iterable(cited)), options)
 
     def _add(
         self, name: str, made: Rule, code: int, sources: tuple[Source, ...], options: dict[str, Any]
     ) -> None:
-        vendor = options.pop("vendor", code)
+        vendor, pick = made.vendor or (code, "")
+        vendor, pick = options.pop("vendor", vendor), options.pop("pick", pick)
         identifier = options.pop("id", f"{name}.{made.kind}")
         if identifier in self._constraints:
             raise ValueError(f"{self.document}: two rules have the identifier {identifier}")
@@ -233,6 +242,7 @@ class Page:
             violate=self._violate(identifier, options.pop("breaks", made.breaks), vendor),
             requires=requires,
             vendor_code=vendor,
+            pick=pick,
             **options,
         )
 
@@ -248,29 +258,11 @@ class Page:
     def _cited(self, name: str, made: Rule) -> Iterator[Source]:
         """Where the page describes the operand, and attributes that its rule is about."""
         if name not in self.params:
-            yield from self._sources("supported products", "list")
+            yield from self.sources("supported products", "list")
             return
         is_cited = [made.is_nullable or isinstance(self.params[each], AttrParam) for each in made.about]
         for each in (name, *compress(made.about, is_cited)):
-            yield from self._sources("parameters", self.params[each].c_name)
-
-    def _sources(self, section: str, place: str) -> Iterator[Source]:
-        """A place of each edition of the page."""
-        return (Source(title, section, place) for title in self.editions or (self.document,))
-
-    def _rows(self, code: int, rows: Sequence[int]) -> Iterator[Source]:
-        for row in rows:
-            yield from self._sources(f"return codes, {code}", f"row {row}")
-
-    def _entries(self, entries: Sequence[int]) -> Iterator[Source]:
-        """Entries of the constraint section; a later edition has one more before them, so 0 is its first."""
-        for entry in entries:
-            for place, title in enumerate(self.editions or (self.document,), entry):
-                if place:
-                    yield Source(title, "constraints", f"entry {place}")
-
-    def _check(self, number: int) -> Source:
-        return Source(f"vendor source ({self.repository})", f"checks of {self.document}", f"check {number}")
+            yield from self.sources("parameters", self.params[each].c_name)
 
     def _required(self, made: Rule, name: str) -> Iterator[str]:
         """What a rule requires because of its operands: that none is null, and that the mask is legal."""
@@ -280,10 +272,10 @@ class Page:
 
     def _is_masked(self, name: str) -> bool:
         """Whether rules about an operand hold only if the mask includes it."""
-        if not self.is_output(name):
+        param = self.params.get(name)
+        if not isinstance(param, TensorParam) or param.masked_by is None:
             return False
-        output = self.tensor(name)
-        return output.masked_by is not None and output.when_masked == "null"
+        return param.when_masked == "null"
 
     def _asked(self, name: str, made: Rule) -> Check:
         if made.is_always or not self._is_masked(name):
@@ -296,7 +288,8 @@ class Page:
         def violate(call: CallMeta) -> CallMeta | None:
             if self.accepts_unchecked(call):
                 return None
-            found = (each for each in candidates(call) if self._breaks_only(identifier, each))
+            changed = (each for each in candidates(call) if not self.accepts_unchecked(each))
+            found = (each for each in changed if changes.breaks_only(identifier, self._applied(each), each))
             if not callable(vendor):
                 return next(found, None)
             # Where changes differ in the vendor's code, samples of different types show all of them.
@@ -311,12 +304,16 @@ class Page:
         dtypes = self.tensor(name).dtypes.get(call.product, ())
         return dtypes.index(meta.dtype) if meta and meta.dtype in dtypes else 0
 
-    def _breaks_only(self, name: str, call: CallMeta) -> bool:
+    def is_legal(self, call: CallMeta) -> bool:
+        """Whether it breaks no rule."""
+        return not any(map(changes.judge(self._applied(call), call), self._applied(call)))
+
+    def _applied(self, call: CallMeta) -> dict[str, Constraint]:
+        """The rules of the call's product."""
         if call.product not in self._applying:
             constraints = (each for each in self._constraints.values() if each.applies(call.product))
             self._applying[call.product] = {each.id: each for each in constraints}
-        applying = self._applying[call.product]
-        return not self.accepts_unchecked(call) and changes.breaks_only(name, applying, call)
+        return self._applying[call.product]
 
     def edited(self, name: str, edits: Iterator[changes.Edit]) -> changes.Candidates:
         """Edits an operand alone, or with those that follow it, or all inputs alike."""
@@ -364,21 +361,31 @@ class Page:
         self, reason: str, *, check: Numbers = None, entry: Numbers = None, name: str = ""
     ) -> None:
         """A part of the page, or a check, that no call can break, and why."""
-        sources = (
-            *(self._check(number) for number in _numbers(check, 0)),
-            *self._entries(_numbers(entry, 0)),
-            *(self._sources("parameters", self.params[name].c_name) if name else ()),
-        )
+        described = self.sources("parameters", self.params[name].c_name) if name else ()
+        sources = (*self.places(0, None, entry, check), *described)
         self._not_expressible += [NotExpressible(source, reason) for source in sources]
 
-    def record(self, name: str, **extra: Any) -> OpRecord:
-        """The record: what is written on this page, and the attributes of `OpRecord` that it lacks."""
-        made = chain.from_iterable(self._sources("parameters", each) for each in _MADE_BY_SERVICE)
+    def record(
+        self,
+        name: str,
+        *,
+        sizes: Mapping[str, Any] | None = None,
+        models: Sequence[Workload] = (),
+        **extra: Any,
+    ) -> OpRecord:
+        """The record: this page, what `Calls` derives from it, and further attributes of `OpRecord`.
+
+        The sizes are those of the smallest call; of the models' workloads the demo shows the first.
+        """
+        calls = Calls(self, sizes or {})
+        extra = {"workloads": None, **calls.derived(), **extra}
+        extra["workloads"] = extra["workloads"] or calls.workloads(models)
+        made = chain.from_iterable(self.sources("parameters", each) for each in _MADE_BY_SERVICE)
         reason = "created by the service, never null"
         return OpRecord(
             name=name,
             aclnn_name=self.document,
-            documents=self.editions or (self.document,),
+            documents=self.titles,
             repositories=(self.repository,),
             params=tuple(self.params.values()),
             products=self.products,
@@ -388,8 +395,3 @@ class Page:
             accepts_unchecked=self.accepts_unchecked,
             **extra,
         )
-
-
-def _numbers(numbers: Numbers, place: int) -> tuple[int, ...]:
-    chosen = numbers[place] if isinstance(numbers, list) else numbers
-    return () if chosen is None else chosen if isinstance(chosen, tuple) else (chosen,)

@@ -167,6 +167,11 @@ class Workloads:
         return tuple(each for each in self.named.values() if each.simulated is not None)
 
 
+def model(name: str, kind: str, **sizes: Any) -> Workload:
+    """A workload of a kind of model; its sizes on a simulated device are derived."""
+    return Workload(name=name, model=kind, sizes=sizes)
+
+
 def named(*workloads: Workload) -> dict[str, Workload]:
     """Workloads by name.
 

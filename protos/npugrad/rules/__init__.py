@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
-from npugrad.rules._attributes import at_least, at_most, divisible_by, entries, one_of_choices
-from npugrad.rules._operands import dtype_in, format_in, format_not, not_null, product, same_dtype, special
+from npugrad.rules._attributes import at_least, at_most, dim_of, divisible_by, entries, one_of_choices
+from npugrad.rules._operands import (
+    dtype_in,
+    format_in,
+    format_not,
+    not_null,
+    product,
+    promoted,
+    promoted_dtype,
+    same_dtype,
+    special,
+)
 from npugrad.rules._shapes import (
+    broadcast,
+    broadcastable,
     count,
     has_axes,
     last_axis,
@@ -15,31 +27,11 @@ from npugrad.rules._shapes import (
     shape_is,
     size_in,
 )
-from npugrad.rules._words import listed, present, shape_text
+from npugrad.rules._words import FLOATS, SAID, listed, present, shape_text
 
 __all__ = [
-    "at_least",
-    "at_most",
-    "count",
-    "divisible_by",
-    "dtype_in",
-    "entries",
-    "format_in",
-    "format_not",
-    "has_axes",
-    "last_axis",
-    "listed",
-    "not_null",
-    "of_sizes",
-    "one_of_choices",
-    "present",
-    "product",
-    "rank_in",
-    "same_dtype",
-    "same_shape",
-    "same_size",
-    "shape_is",
-    "shape_text",
-    "size_in",
-    "special",
-]
+    "FLOATS", "SAID", "at_least", "at_most", "broadcast", "broadcastable", "count", "dim_of",
+    "divisible_by", "dtype_in", "entries", "format_in", "format_not", "has_axes", "last_axis", "listed",
+    "not_null", "of_sizes", "one_of_choices", "present", "product", "promoted", "promoted_dtype",
+    "rank_in", "same_dtype", "same_shape", "same_size", "shape_is", "shape_text", "size_in", "special",
+]  # fmt: skip

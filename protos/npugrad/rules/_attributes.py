@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from npugrad import changes
 from npugrad.operator import AttrParam, Finding
@@ -35,19 +35,20 @@ def entries(low: int, high: int | None = None) -> Kind:
 
 
 def one_of_choices(*, tolerated: tuple[int, ...] = ()) -> Kind:
-    """An attribute is one of the numbers that its parameter names, or one that another rule decides about."""
+    """An attribute is one of its parameter's numbers or strings, or one that another rule decides about."""
 
     def kind(page: Page, name: str) -> Rule:
         param = page.params[name]
         assert isinstance(param, AttrParam)
-        known = (*param.choices.values(), *tolerated)
-        expected = listed(f"{number} ({meaning})" for meaning, number in param.choices.items())
+        known: tuple[Any, ...] = (*(param.choices.values() or page.values[name]), *tolerated)
+        words = [f"{number} ({meaning})" for meaning, number in param.choices.items()]
+        expected = listed(words or map(repr, known))
 
         def check(call: CallMeta) -> Finding | None:
-            value = call.integer(name)
-            return None if value in known else Finding(str(value), expected)
+            value = call.attrs[name]
+            return None if value in known else Finding(str(value) if words else repr(value), expected)
 
-        others = changes.numbered(name, (max(known) + 1, -1))
+        others = changes.numbered(name, (max(known) + type(known[0])(1), type(known[0])(-1)))
         return Rule(kind="choice", text=f"is {expected}", check=check, breaks=others)
 
     return kind
@@ -80,6 +81,23 @@ def at_most(high: int, kind_name: str, *, per: str = "") -> Kind:
 
         text = f"is at most {high}" if not per else f"/ {page.params[per].c_name} is at most {high}"
         return Rule(kind=kind_name, text=text, check=check, breaks=_NONE, about=(per,) if per else ())
+
+    return kind
+
+
+def dim_of(leader: str) -> Kind:
+    """An integer is an axis of an operand, counted from either end; no axis counts as one."""
+
+    def kind(page: Page, name: str) -> Rule:
+        def check(call: CallMeta) -> Finding | None:
+            axes = max(call.tensor(leader).rank, 1)
+            if -axes <= call.integer(name) < axes:
+                return None
+            return Finding(f"{call.integer(name)}", f"{-axes} to {axes - 1}, an axis of {leader}")
+
+        text = f"is an axis of {page.params[leader].c_name}"
+        others = changes.numbered(name, (8, -9))
+        return Rule(kind="range", text=text, check=check, breaks=others, about=(leader,))
 
     return kind
 

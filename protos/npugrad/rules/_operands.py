@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from npugrad import changes
+from npugrad.dtypes import DType
 from npugrad.error_table import PARAM_NULLPTR
 from npugrad.operator import AttrParam, Finding, TensorParam
 from npugrad.page import Page, Rule
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from npugrad.changes import Candidates
-    from npugrad.dtypes import DType, Format
+    from npugrad.dtypes import Format
     from npugrad.meta import CallMeta
     from npugrad.page import Check
     from npugrad.rules._words import Kind
@@ -112,6 +114,27 @@ def same_dtype(leader: str, allowed: Callable[[CallMeta, str], tuple[DType, ...]
             breaks=page.edited(name, changes.retyped(chain(*page.tensor(name).dtypes.values()))),
             about=() if allowed else (first,),
         )
+
+    return kind
+
+
+def promoted(*dtypes: DType) -> DType:
+    """The type in which operands of these types are computed: the widest float, else the widest integer."""
+    if {*dtypes} == {DType.FLOAT16, DType.BFLOAT16}:
+        return DType.FLOAT32
+    return max(dtypes, key=lambda dtype: ("float" in dtype, dtype.itemsize))
+
+
+def promoted_dtype(*names: str) -> Kind:
+    """The type is the one in which operands are computed together."""
+    dtypes: Callable[[CallMeta, str], tuple[DType, ...]]
+    dtypes = lambda call, name: (promoted(*(call.tensor(each).dtype for each in names)),)  # noqa: E731
+
+    def kind(page: Page, name: str) -> Rule:
+        operands = " and ".join(page.params[each].c_name for each in names)
+        text = f"has the data type to which those of {operands} promote"
+        made = same_dtype(names[0], dtypes)(page, name)
+        return replace(made, text=text, about=names, requires=tuple(f"{each}.dtype" for each in names))
 
     return kind
 

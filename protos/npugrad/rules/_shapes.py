@@ -6,7 +6,10 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from npugrad import changes
+from npugrad.error_table import PARAM_INVALID
 from npugrad.operator import Finding
 from npugrad.page import Page, Rule
 from npugrad.rules._words import listed, present, shape_text
@@ -15,12 +18,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from npugrad.meta import CallMeta
+    from npugrad.operator import VendorCode
     from npugrad.page import Check
     from npugrad.rules._words import Kind, Shape
 
 
-def rank_in(low: int, high: int) -> Kind:
-    """The rank is in a closed range."""
+_ACCEPTS_LOW = "The document says rank {} to {}; the vendor's source has no least rank. npugrad: refused."
+
+
+def rank_in(low: int, high: int, *, is_low_checked: bool = True) -> Kind:
+    """The rank is in a closed range, of which the vendor's source may check the upper end only."""
     expected = f"rank {low}" if low == high else f"rank {low} to {high}"
 
     def kind(page: Page, name: str) -> Rule:
@@ -30,8 +37,13 @@ def rank_in(low: int, high: int) -> Kind:
                 return None
             return Finding(f"rank {meta.rank}, shape {shape_text(meta.shape)}", expected)
 
+        def code(call: CallMeta) -> VendorCode:
+            meta = present(call, name)
+            return PARAM_INVALID if meta is None or meta.rank > high else "accepts"
+
         breaks = page.edited(name, changes.reranked())
-        return Rule(kind="rank", text=f"has {expected}", check=check, breaks=breaks)
+        vendor = None if is_low_checked else (code, _ACCEPTS_LOW.format(low, high))
+        return Rule(kind="rank", text=f"has {expected}", check=check, breaks=breaks, vendor=vendor)
 
     return kind
 
@@ -98,6 +110,31 @@ def shape_is(shape: Callable[[CallMeta], Shape], meaning: str, *about: str, text
     return kind
 
 
+def broadcast(*shapes: Shape) -> Shape | None:
+    """The shape to which all of these are broadcast; None if they cannot be."""
+    try:
+        return np.broadcast_shapes(*shapes)
+    except ValueError:
+        return None
+
+
+def broadcastable(leader: str) -> Kind:
+    """The shape can be broadcast with that of another operand."""
+
+    def kind(page: Page, name: str) -> Rule:
+        def check(call: CallMeta) -> Finding | None:
+            shapes = call.tensor(name).shape, call.tensor(leader).shape
+            if broadcast(*shapes) is not None:
+                return None
+            return Finding(f"shape {shape_text(shapes[0])}", f"one to broadcast with {shape_text(shapes[1])}")
+
+        text = f"has a shape that can be broadcast with that of {page.params[leader].c_name}"
+        breaks = page.edited(name, changes.lengthened())
+        return Rule(kind="broadcast", text=text, check=check, breaks=breaks, about=(leader,))
+
+    return kind
+
+
 def same_shape(leader: str) -> Kind:
     """The shape is that of another operand."""
     made = shape_is(lambda call: call.tensor(leader).shape, f"the shape of {leader}", leader)
@@ -157,6 +194,8 @@ def size_in(
     expected = listed(among) if among else ", ".join(filter(None, parts))
 
     def kind(page: Page, name: str) -> Rule:
+        page.limits[size] = among or range(-(-low // step) * step, (high or 2**62) + 1, step)
+
         def judge(call: CallMeta, found: int) -> str:
             is_in = low <= found <= (found if high is None else high) and found % step == 0
             return "" if is_in and (not among or found in among) else expected

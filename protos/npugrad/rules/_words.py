@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from npugrad.dtypes import DType
+from npugrad.products import Product
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
     from npugrad.meta import CallMeta, TensorMeta
     from npugrad.page import Page, Rule
 
     Kind = Callable[[Page, str], Rule]
     Shape = tuple[int, ...]
+
+
+FLOATS: Mapping[Product, tuple[DType, ...]] = {
+    Product.ATLAS_TRAINING: (DType.FLOAT32, DType.FLOAT16),
+    Product.ATLAS_A2: (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16),
+    Product.ATLAS_A3: (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16),
+}
+"""What most pages say: BFLOAT16 everywhere but on the Atlas training series."""
+SAID: Mapping[str, Any] = {
+    "vendor": "accepts",
+    "pick": "The document's parameter section says so; the vendor's source accepts others. npugrad: refused.",
+}
+"""Of a rule that only a parameter's description has."""
 
 
 def listed(items: Iterable[object]) -> str:

@@ -1,0 +1,224 @@
+"""What a record derives from its page: calls of any size, samples, workloads and operands."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from bisect import bisect_left
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from npugrad.dtypes import DType
+from npugrad.generators import Draw, fill
+from npugrad.meta import CallMeta, TensorMeta
+from npugrad.operator import Sample
+from npugrad.products import Product
+from npugrad.workloads import BENCH_SIZES, Workload, Workloads, named
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+    import numpy.typing as npt
+
+    from npugrad.page import Page
+
+    Sizes = dict[str, Any]
+
+MASK = "output_mask"
+ANY = range(2**62)
+_UNEVEN = (3, 37, 5, 7, 2, 11, 4, 13)
+_LONG = (2, 1, 3, 1, 2, 1, 1, 2)
+_ELEMENTS = {"tiny": 2**7, **dict(zip(BENCH_SIZES, (2**12, 2**18, 2**23), strict=True))}
+_MOST_HALVED = 16
+
+
+@dataclass(frozen=True)
+class Calls:
+    """Calls that follow from the axes and types of a page's inputs and the values of its attributes.
+
+    Attributes:
+        page: The page.
+        chosen: Sizes of the smallest call; by default the axes count up from 2, and ``*name`` is two axes.
+    """
+
+    page: Page
+    chosen: Mapping[str, Any]
+
+    @cached_property
+    def sizes(self) -> Sizes:
+        """Sizes of the smallest call by name; a tuple where the name is of any number of axes."""
+        return self._sizes(itertools.count(2)) | dict(self.chosen)
+
+    @cached_property
+    def values(self) -> dict[str, tuple[Any, ...]]:
+        """Values of the keywords that are no sizes, those of the smallest call first."""
+        masks = filter(any, itertools.product((True, False), repeat=len(self._outputs)))
+        values = {f"with_{p.name}": (True, False) for p in self.page.inputs if p.optional} | self.page.values
+        return {name: own or tuple(masks) for name, own in values.items() if own or name == MASK}
+
+    @cached_property
+    def _outputs(self) -> tuple[str, ...]:
+        return tuple(filter(self.page.is_output, self.page.params))
+
+    def _sizes(self, numbers: Iterator[int]) -> Sizes:
+        axes = dict.fromkeys(chain.from_iterable(self.page.axes[p.name] for p in self.page.inputs))
+        sizes: Sizes = {}
+        for axis in (each for each in axes if not each.isdigit()):
+            allowed, number = self.page.limits.get(axis, ANY), next(numbers)
+            one = allowed[min(bisect_left(allowed, number), len(allowed) - 1)]
+            sizes[axis.lstrip("*")] = (number, next(numbers)) if axis[0] == "*" else one
+        return sizes
+
+    def build(
+        self, *, dtype: DType | str = DType.FLOAT32, product: Product = Product.ATLAS_A2, **given: Any
+    ) -> CallMeta:
+        """A legal call; keywords are sizes, attributes, and ``with_NAME`` for each optional input.
+
+        Args:
+            dtype: Type of the first input and of others that may have one of its types.
+            product: Product that it is for.
+            given: What differs from the smallest call.
+
+        Raises:
+            TypeError: Another keyword.
+        """
+        known = {**{name: values[0] for name, values in self.values.items()}, **self.sizes}
+        if unknown := given.keys() - known.keys():
+            raise TypeError(f"found the keywords {sorted(unknown)}; expected some of {', '.join(known)}")
+        chosen, inputs = {**known, **given}, {}
+        floats = {*chain.from_iterable(self.page.inputs[0].dtypes.values())}
+        for param in self.page.inputs:
+            own = param.dtypes.get(product) or next(iter(param.dtypes.values()))
+            shape = self.page.shape_of(param.name, chosen)
+            meta = TensorMeta(own[0] if floats.isdisjoint(own) else dtype, shape)
+            inputs[param.name] = meta if chosen.get(f"with_{param.name}", True) else None
+        attrs = {name: chosen[name] for name in self.page.values}
+        return CallMeta(inputs=inputs, attrs=attrs, product=product)
+
+    # ---------------------------------------------------------------------------- samples
+
+    def samples(self, product: Product) -> Iterator[Sample]:
+        """Yields the smallest call in every type, and changed in one way each, where that is legal."""
+        found: list[CallMeta] = []
+        for name, call in self._candidates(product):
+            if call not in found and self.page.is_legal(call):
+                found.append(call)
+                yield Sample(name, call)
+
+    def _candidates(self, product: Product) -> Iterator[tuple[str, CallMeta]]:
+        base, first = self.build(product=product), self.page.inputs[0]
+        for dtype in first.dtypes.get(product, ()):
+            yield f"{dtype}", self.build(dtype=dtype, product=product)
+        for param in self.page.inputs[1:]:
+            meta = base.tensor(param.name)
+            for dtype in param.dtypes.get(product, ()):
+                retyped = TensorMeta(dtype, meta.shape)
+                yield f"{param.name}_{dtype}", base.with_inputs(**{param.name: retyped})
+            broadcast = TensorMeta(meta.dtype, meta.shape[1:])
+            yield f"{param.name}_broadcast", base.with_inputs(**{param.name: broadcast})
+        for name, changed in self._changes():
+            yield name, self.build(product=product, **changed)
+        shape = base.tensor(first.name).shape
+        if len(shape) > 1:  # the first axis repeated, the others in reversed order
+            strides = (0, *(math.prod(shape[1:axis]) for axis in range(1, len(shape))))
+            strided = TensorMeta(DType.FLOAT32, shape, strides=strides)
+            yield "strided", base.with_inputs(**{first.name: strided})
+
+    def _changes(self) -> Iterator[tuple[str, Sizes]]:
+        """Yields other values of attributes, masks with at most one bit, other ranks and sizes of 0."""
+        for name, values in self.values.items():
+            if name == MASK:
+                few = (mask for mask in (*values, (False,) * len(self._outputs)) if sum(mask) < 2)
+                yield from (("mask" + "".join("01"[bit] for bit in mask), {name: mask}) for mask in few)
+            else:
+                yield from ((f"{name}_{value}", {name: value}) for value in values[1:])
+        for name, size in self.sizes.items():
+            if isinstance(size, tuple):
+                fixed = max(len(axes) - 1 for axes in self.page.axes.values() if f"*{name}" in axes)
+                yield from ((f"{name}_rank{rank}", {name: _LONG[:rank]}) for rank in (0, 1, 8 - fixed))
+            yield f"empty_{name}", {name: (0, *size[1:]) if isinstance(size, tuple) else 0}
+        ones = {name: (1,) * len(size) if isinstance(size, tuple) else 1 for name, size in self.sizes.items()}
+        yield "ones", ones
+
+    # ---------------------------------------------------------------------------- workloads
+
+    def workloads(self, models: Iterable[Workload]) -> Workloads:
+        """The sizes of measurements, then those of models, of which the first is shown."""
+        measured = [Workload(name=name, sizes=self._grown(number)) for name, number in _ELEMENTS.items()]
+        modelled = [
+            replace(each, shown=not place, simulated=each.simulated or self._shrunk(each.sizes))
+            for place, each in enumerate(models)
+        ]
+        return Workloads(
+            named=named(*measured, *modelled),
+            variants={name: values for name, values in self.values.items() if len(values) > 1},
+            uneven=self._sizes(itertools.cycle(_UNEVEN)),
+        )
+
+    def _elements(self, sizes: Sizes) -> int:
+        """Elements of the largest input."""
+        return max(math.prod(self.page.shape_of(p.name, sizes)) for p in self.page.inputs)
+
+    def _grown(self, elements: int) -> Sizes:
+        """Sizes doubled in turn, as far as they may be, until an input has so many elements."""
+        sizes = dict(self.sizes)
+        for name, axis in itertools.islice(itertools.cycle(_lengths(sizes)), 256):
+            doubled = _times(sizes[name], axis, 2)
+            if self._elements(sizes) < elements and (
+                axis is not None or doubled in self.page.limits.get(name, ANY)
+            ):
+                sizes[name] = doubled
+        return sizes
+
+    def _shrunk(self, sizes: Mapping[str, Any]) -> Sizes:
+        """Sizes halved, the longest first, until the largest input has a sixteenth of its elements."""
+        full = {**self.sizes, **sizes}
+        most = self._elements(full) // _MOST_HALVED
+        while self._elements(full) > most:
+            lengths = _lengths({name: full[name] for name in self.sizes})
+            name, axis = max(lengths, key=lambda place: lengths[place])
+            full[name] = _times(full[name], axis, 0.5)
+        return {name: full[name] for name in sizes}
+
+    # ---------------------------------------------------------------------------- the rest
+
+    def derived(self) -> dict[str, Any]:
+        """Attributes of the record, but for its workloads, wherever the record does not give them."""
+        names = tuple(p.name for p in self.page.inputs)
+        return {
+            "build": self.build,
+            "samples": self.samples,
+            "make_inputs": self.make_inputs,
+            "reads": lambda call: dict.fromkeys(self._outputs, names),
+            "extra_tolerance": lambda inputs, attrs, output: 0.0,
+            "determinism_check": lambda call, release: None,
+        }
+
+    def make_inputs(self, call: CallMeta, rng: np.random.Generator) -> dict[str, npt.NDArray[Any] | None]:
+        """Draws the operands of a call, as their parameters say."""
+        made: dict[str, npt.NDArray[Any] | None] = {}
+        for param in self.page.inputs:
+            meta = call.inputs[param.name]
+            made[param.name] = array = None if meta is None else np.empty(meta.shape, meta.dtype.numpy)
+            if array is not None:
+                fill(array.reshape(-1), param.draw or Draw("constant"), int(rng.integers(2**63)))
+        return made
+
+
+def _lengths(sizes: Mapping[str, Any]) -> dict[tuple[str, int | None], int]:
+    """Every number in sizes, by its name and its place in a list."""
+    lists = {name: size if isinstance(size, tuple) else None for name, size in sizes.items()}
+    alone: dict[tuple[str, int | None], int] = {
+        (name, None): sizes[name] for name, entries in lists.items() if entries is None
+    }
+    return alone | {(name, axis): n for name, e in lists.items() for axis, n in enumerate(e or ())}
+
+
+def _times(size: Any, axis: int | None, factor: float) -> Any:
+    if axis is None:
+        return int(size * factor)
+    return (*size[:axis], int(size[axis] * factor), *size[axis + 1 :])
