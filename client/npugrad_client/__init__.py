@@ -27,11 +27,14 @@ if TYPE_CHECKING:
     from npugrad_client._client import Client
     from npugrad_client._generated_ops import (
         FusedFloydAttentionGradResult,
+        GeluBackwardV2Result,
         GridSampler2DBackwardResult,
         GridSampler3DBackwardResult,
         GroupNormBackwardResult,
         LayerNormBackwardResult,
         MultiScaleDeformableAttentionGradResult,
+        SiluBackwardResult,
+        SoftmaxBackwardResult,
     )
     from npugrad_client._info import (
         ConstraintInfo,
@@ -91,6 +94,7 @@ __all__ = [
     "DeviceOutOfMemory",
     "ExecutionInfo",
     "FusedFloydAttentionGradResult",
+    "GeluBackwardV2Result",
     "GridSampler2DBackwardResult",
     "GridSampler3DBackwardResult",
     "GroupNormBackwardResult",
@@ -114,6 +118,8 @@ __all__ = [
     "ServerDraining",
     "ServerInfo",
     "ServerLimits",
+    "SiluBackwardResult",
+    "SoftmaxBackwardResult",
     "TenantRefused",
     "TensorMeta",
     "TilingError",

@@ -141,6 +141,45 @@ class GridSampler3DBackwardResult(CallResults, Generic[Array]):
     info: ExecutionInfo
 
 
+@dataclass(frozen=True, eq=False, repr=False)
+class SiluBackwardResult(CallResults, Generic[Array]):
+    """Results of `silu_backward`.
+
+    Attributes:
+        grad_input: (*S), dtype of grad_output. Gradient of input.
+        info: Where the results come from, and how long each stage took.
+    """
+
+    grad_input: Array
+    info: ExecutionInfo
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class GeluBackwardV2Result(CallResults, Generic[Array]):
+    """Results of `gelu_backward_v2`.
+
+    Attributes:
+        grad_input: Shape and dtype of both together. Gradient of input.
+        info: Where the results come from, and how long each stage took.
+    """
+
+    grad_input: Array
+    info: ExecutionInfo
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class SoftmaxBackwardResult(CallResults, Generic[Array]):
+    """Results of `softmax_backward`.
+
+    Attributes:
+        grad_input: (*S), a type of grad_output. Gradient of the input. float32, float16 or bfloat16.
+        info: Where the results come from, and how long each stage took.
+    """
+
+    grad_input: Array
+    info: ExecutionInfo
+
+
 @reports_usage
 class Operators(ABC):
     """The operators as methods; clients implement `_run`."""
@@ -754,6 +793,219 @@ class Operators(ABC):
         )
         return GridSampler3DBackwardResult(**results, info=info)
 
+    def silu_backward(
+        self,
+        *,
+        grad_output: Operand | None = None,
+        input: Operand | None = None,
+        out: Out | None = None,
+        timeout_s: float | None = None,
+        deterministic: bool = False,
+        priority: int = 0,
+        label: str = "",
+        verify: bool = False,
+        progress: bool | str | Callable[[Progress], None] = False,
+    ) -> SiluBackwardResult:
+        """Gradient of SiLU, x * sigmoid(x), also called Swish.
+
+        Vendor page: aclnnSiluBackward. `npugrad explain silu_backward` lists its 12 constraints.
+
+        Args:
+            grad_output: (*S), rank 1 to 8. Gradient of the output. float32, float16 or bfloat16.
+            input: (*S), dtype of grad_output. The forward input.
+            out: Declared outputs by name, which are validated as well: a TensorMeta, None for a null pointer,
+                or a writable NumPy array or torch CPU tensor to fill and return, whose content is undefined
+                after an error. Missing ones are inferred.
+            timeout_s: Deadline of the whole call in seconds; None for the client's default, math.inf for no
+                deadline.
+            deterministic: Request bitwise reproducible results.
+            priority: -100 to 100; calls of higher priority leave the queue first.
+            label: Name of the caller or experiment; a tenant's calls with different labels take turns.
+            verify: Have the server recompute the call with its float64 reference and fail if the result
+                differs.
+            progress: True, or a title, shows a progress bar with stage, bytes, rate and time left in a
+                terminal (on standard error) or notebook. A callable gets a `Progress` at each change of stage
+                and at most about 10 times a second, in a separate thread (the last reports in the calling
+                thread) or on the event loop; an exception it raises ends the call.
+
+        Returns:
+            grad_input: (*S), dtype of grad_output. Gradient of input.
+            info: Where the results come from, and how long each stage took.
+
+        Raises:
+            NullOperand: 161001. A required operand or attribute is null.
+            InvalidOperand: 161002. An operand or attribute breaks a documented rule.
+            MalformedTensor: Shape, strides and content of an operand are inconsistent.
+            RecipeMismatch: The content generated from a `Recipe` does not match its digest.
+            MalformedRequest: An option has the wrong type or is out of range.
+            OperatorError: The device does not support `deterministic` for this call.
+            DeviceError: The device failed, or `verify` found a wrong result.
+            TransportError: Connection, deadline, overload or shutdown; see `.retryable`.
+            WrongType: An argument is unknown or missing, an operand no array, or an attribute None.
+
+        Example:
+            >>> rng = np.random.default_rng(0)
+            >>> grads = client.silu_backward(
+            ...     grad_output=rng.standard_normal((2, 3), "float32"),
+            ...     input=rng.standard_normal((2, 3), "float32"))
+            >>> grads.grad_input.shape
+            (2, 3)
+        """
+        results, info = self._run(
+            OPERATORS["silu_backward"],
+            inputs={"grad_output": grad_output, "input": input},
+            attrs={},
+            out=out,
+            options=CallOptions(deterministic, priority, label, verify),
+            timeout_s=timeout_s,
+            progress=progress,
+        )
+        return SiluBackwardResult(**results, info=info)
+
+    def gelu_backward_v2(
+        self,
+        *,
+        grad_output: Operand | None = None,
+        input: Operand | None = None,
+        approximate: str | None,
+        out: Out | None = None,
+        timeout_s: float | None = None,
+        deterministic: bool = False,
+        priority: int = 0,
+        label: str = "",
+        verify: bool = False,
+        progress: bool | str | Callable[[Progress], None] = False,
+    ) -> GeluBackwardV2Result:
+        """Gradient of GELU, exact or approximated by tanh.
+
+        Vendor page: aclnnGeluBackwardV2. `npugrad explain gelu_backward_v2` lists its 15 constraints.
+
+        Args:
+            grad_output: (*S), rank 0 to 8. Gradient of the output. float32, float16 or bfloat16.
+            input: Broadcast with grad_output, rank 0 to 8. The forward input. float32, float16 or bfloat16.
+            approximate: Formula: "none" for erf, "tanh" for its approximation.
+            out: Declared outputs by name, which are validated as well: a TensorMeta, None for a null pointer,
+                or a writable NumPy array or torch CPU tensor to fill and return, whose content is undefined
+                after an error. Missing ones are inferred.
+            timeout_s: Deadline of the whole call in seconds; None for the client's default, math.inf for no
+                deadline.
+            deterministic: Request bitwise reproducible results.
+            priority: -100 to 100; calls of higher priority leave the queue first.
+            label: Name of the caller or experiment; a tenant's calls with different labels take turns.
+            verify: Have the server recompute the call with its float64 reference and fail if the result
+                differs.
+            progress: True, or a title, shows a progress bar with stage, bytes, rate and time left in a
+                terminal (on standard error) or notebook. A callable gets a `Progress` at each change of stage
+                and at most about 10 times a second, in a separate thread (the last reports in the calling
+                thread) or on the event loop; an exception it raises ends the call.
+
+        Returns:
+            grad_input: Shape and dtype of both together. Gradient of input.
+            info: Where the results come from, and how long each stage took.
+
+        Raises:
+            NullOperand: 161001. A required operand or attribute is null.
+            InvalidOperand: 161002. An operand or attribute breaks a documented rule.
+            MalformedTensor: Shape, strides and content of an operand are inconsistent.
+            RecipeMismatch: The content generated from a `Recipe` does not match its digest.
+            MalformedRequest: An attribute or option has the wrong type or is out of range.
+            OperatorError: The device does not support `deterministic` for this call.
+            DeviceError: The device failed, or `verify` found a wrong result.
+            TransportError: Connection, deadline, overload or shutdown; see `.retryable`.
+            WrongType: An argument is unknown or missing, an operand no array, or an attribute None.
+
+        Example:
+            >>> rng = np.random.default_rng(0)
+            >>> grads = client.gelu_backward_v2(
+            ...     grad_output=rng.standard_normal((2, 3), "float32"),
+            ...     input=rng.standard_normal((2, 3), "float32"),
+            ...     approximate="none")
+            >>> grads.grad_input.shape
+            (2, 3)
+        """
+        results, info = self._run(
+            OPERATORS["gelu_backward_v2"],
+            inputs={"grad_output": grad_output, "input": input},
+            attrs={"approximate": approximate},
+            out=out,
+            options=CallOptions(deterministic, priority, label, verify),
+            timeout_s=timeout_s,
+            progress=progress,
+        )
+        return GeluBackwardV2Result(**results, info=info)
+
+    def softmax_backward(
+        self,
+        *,
+        grad_output: Operand | None = None,
+        output: Operand | None = None,
+        dim: int,
+        out: Out | None = None,
+        timeout_s: float | None = None,
+        deterministic: bool = False,
+        priority: int = 0,
+        label: str = "",
+        verify: bool = False,
+        progress: bool | str | Callable[[Progress], None] = False,
+    ) -> SoftmaxBackwardResult:
+        """Gradient of softmax along one axis, from its output.
+
+        Vendor page: aclnnSoftmaxBackward. `npugrad explain softmax_backward` lists its 13 constraints.
+
+        Args:
+            grad_output: (*S), rank 0 to 8. Gradient of the output. float32, float16 or bfloat16.
+            output: (*S), dtype of grad_output. The forward output.
+            dim: Axis of the softmax, from -rank to rank - 1.
+            out: Declared outputs by name, which are validated as well: a TensorMeta, None for a null pointer,
+                or a writable NumPy array or torch CPU tensor to fill and return, whose content is undefined
+                after an error. Missing ones are inferred.
+            timeout_s: Deadline of the whole call in seconds; None for the client's default, math.inf for no
+                deadline.
+            deterministic: Request bitwise reproducible results.
+            priority: -100 to 100; calls of higher priority leave the queue first.
+            label: Name of the caller or experiment; a tenant's calls with different labels take turns.
+            verify: Have the server recompute the call with its float64 reference and fail if the result
+                differs.
+            progress: True, or a title, shows a progress bar with stage, bytes, rate and time left in a
+                terminal (on standard error) or notebook. A callable gets a `Progress` at each change of stage
+                and at most about 10 times a second, in a separate thread (the last reports in the calling
+                thread) or on the event loop; an exception it raises ends the call.
+
+        Returns:
+            grad_input: (*S), a type of grad_output. Gradient of the input. float32, float16 or bfloat16.
+            info: Where the results come from, and how long each stage took.
+
+        Raises:
+            NullOperand: 161001. A required operand or attribute is null.
+            InvalidOperand: 161002. An operand or attribute breaks a documented rule.
+            MalformedTensor: Shape, strides and content of an operand are inconsistent.
+            RecipeMismatch: The content generated from a `Recipe` does not match its digest.
+            MalformedRequest: An attribute or option has the wrong type or is out of range.
+            OperatorError: The device does not support `deterministic` for this call.
+            DeviceError: The device failed, or `verify` found a wrong result.
+            TransportError: Connection, deadline, overload or shutdown; see `.retryable`.
+            WrongType: An argument is unknown or missing, an operand no array, or an attribute None.
+
+        Example:
+            >>> rng = np.random.default_rng(0)
+            >>> grads = client.softmax_backward(
+            ...     grad_output=rng.standard_normal((2, 3), "float32"),
+            ...     output=rng.uniform(0, 1, (2, 3)).astype("float32"),
+            ...     dim=-1)
+            >>> grads.grad_input.shape
+            (2, 3)
+        """
+        results, info = self._run(
+            OPERATORS["softmax_backward"],
+            inputs={"grad_output": grad_output, "output": output},
+            attrs={"dim": dim},
+            out=out,
+            options=CallOptions(deterministic, priority, label, verify),
+            timeout_s=timeout_s,
+            progress=progress,
+        )
+        return SoftmaxBackwardResult(**results, info=info)
+
 
 @reports_usage
 class AsyncOperators(ABC):
@@ -1323,6 +1575,208 @@ class AsyncOperators(ABC):
         )
         return GridSampler3DBackwardResult(**results, info=info)
 
+    async def silu_backward(
+        self,
+        *,
+        grad_output: Operand | None = None,
+        input: Operand | None = None,
+        out: Out | None = None,
+        timeout_s: float | None = None,
+        deterministic: bool = False,
+        priority: int = 0,
+        label: str = "",
+        verify: bool = False,
+        progress: bool | str | Callable[[Progress], None] = False,
+    ) -> SiluBackwardResult:
+        """Gradient of SiLU, x * sigmoid(x), also called Swish.
+
+        Vendor page: aclnnSiluBackward. `npugrad explain silu_backward` lists its 12 constraints.
+
+        Args:
+            grad_output: (*S), rank 1 to 8. Gradient of the output. float32, float16 or bfloat16.
+            input: (*S), dtype of grad_output. The forward input.
+            out: Declared outputs by name, which are validated as well: a TensorMeta, None for a null pointer,
+                or a writable NumPy array or torch CPU tensor to fill and return, whose content is undefined
+                after an error. Missing ones are inferred.
+            timeout_s: Deadline of the whole call in seconds; None for the client's default, math.inf for no
+                deadline.
+            deterministic: Request bitwise reproducible results.
+            priority: -100 to 100; calls of higher priority leave the queue first.
+            label: Name of the caller or experiment; a tenant's calls with different labels take turns.
+            verify: Have the server recompute the call with its float64 reference and fail if the result
+                differs.
+            progress: True, or a title, shows a progress bar with stage, bytes, rate and time left in a
+                terminal (on standard error) or notebook. A callable gets a `Progress` at each change of stage
+                and at most about 10 times a second, in a separate thread (the last reports in the calling
+                thread) or on the event loop; an exception it raises ends the call.
+
+        Returns:
+            grad_input: (*S), dtype of grad_output. Gradient of input.
+            info: Where the results come from, and how long each stage took.
+
+        Raises:
+            NullOperand: 161001. A required operand or attribute is null.
+            InvalidOperand: 161002. An operand or attribute breaks a documented rule.
+            MalformedTensor: Shape, strides and content of an operand are inconsistent.
+            RecipeMismatch: The content generated from a `Recipe` does not match its digest.
+            MalformedRequest: An option has the wrong type or is out of range.
+            OperatorError: The device does not support `deterministic` for this call.
+            DeviceError: The device failed, or `verify` found a wrong result.
+            TransportError: Connection, deadline, overload or shutdown; see `.retryable`.
+            WrongType: An argument is unknown or missing, an operand no array, or an attribute None.
+
+        Example:
+            >>> grads = await client.silu_backward(**call)
+            >>> grads.grad_input.shape
+            (2, 3)
+        """
+        results, info = await self._run(
+            OPERATORS["silu_backward"],
+            inputs={"grad_output": grad_output, "input": input},
+            attrs={},
+            out=out,
+            options=CallOptions(deterministic, priority, label, verify),
+            timeout_s=timeout_s,
+            progress=progress,
+        )
+        return SiluBackwardResult(**results, info=info)
+
+    async def gelu_backward_v2(
+        self,
+        *,
+        grad_output: Operand | None = None,
+        input: Operand | None = None,
+        approximate: str | None,
+        out: Out | None = None,
+        timeout_s: float | None = None,
+        deterministic: bool = False,
+        priority: int = 0,
+        label: str = "",
+        verify: bool = False,
+        progress: bool | str | Callable[[Progress], None] = False,
+    ) -> GeluBackwardV2Result:
+        """Gradient of GELU, exact or approximated by tanh.
+
+        Vendor page: aclnnGeluBackwardV2. `npugrad explain gelu_backward_v2` lists its 15 constraints.
+
+        Args:
+            grad_output: (*S), rank 0 to 8. Gradient of the output. float32, float16 or bfloat16.
+            input: Broadcast with grad_output, rank 0 to 8. The forward input. float32, float16 or bfloat16.
+            approximate: Formula: "none" for erf, "tanh" for its approximation.
+            out: Declared outputs by name, which are validated as well: a TensorMeta, None for a null pointer,
+                or a writable NumPy array or torch CPU tensor to fill and return, whose content is undefined
+                after an error. Missing ones are inferred.
+            timeout_s: Deadline of the whole call in seconds; None for the client's default, math.inf for no
+                deadline.
+            deterministic: Request bitwise reproducible results.
+            priority: -100 to 100; calls of higher priority leave the queue first.
+            label: Name of the caller or experiment; a tenant's calls with different labels take turns.
+            verify: Have the server recompute the call with its float64 reference and fail if the result
+                differs.
+            progress: True, or a title, shows a progress bar with stage, bytes, rate and time left in a
+                terminal (on standard error) or notebook. A callable gets a `Progress` at each change of stage
+                and at most about 10 times a second, in a separate thread (the last reports in the calling
+                thread) or on the event loop; an exception it raises ends the call.
+
+        Returns:
+            grad_input: Shape and dtype of both together. Gradient of input.
+            info: Where the results come from, and how long each stage took.
+
+        Raises:
+            NullOperand: 161001. A required operand or attribute is null.
+            InvalidOperand: 161002. An operand or attribute breaks a documented rule.
+            MalformedTensor: Shape, strides and content of an operand are inconsistent.
+            RecipeMismatch: The content generated from a `Recipe` does not match its digest.
+            MalformedRequest: An attribute or option has the wrong type or is out of range.
+            OperatorError: The device does not support `deterministic` for this call.
+            DeviceError: The device failed, or `verify` found a wrong result.
+            TransportError: Connection, deadline, overload or shutdown; see `.retryable`.
+            WrongType: An argument is unknown or missing, an operand no array, or an attribute None.
+
+        Example:
+            >>> grads = await client.gelu_backward_v2(**call)
+            >>> grads.grad_input.shape
+            (2, 3)
+        """
+        results, info = await self._run(
+            OPERATORS["gelu_backward_v2"],
+            inputs={"grad_output": grad_output, "input": input},
+            attrs={"approximate": approximate},
+            out=out,
+            options=CallOptions(deterministic, priority, label, verify),
+            timeout_s=timeout_s,
+            progress=progress,
+        )
+        return GeluBackwardV2Result(**results, info=info)
+
+    async def softmax_backward(
+        self,
+        *,
+        grad_output: Operand | None = None,
+        output: Operand | None = None,
+        dim: int,
+        out: Out | None = None,
+        timeout_s: float | None = None,
+        deterministic: bool = False,
+        priority: int = 0,
+        label: str = "",
+        verify: bool = False,
+        progress: bool | str | Callable[[Progress], None] = False,
+    ) -> SoftmaxBackwardResult:
+        """Gradient of softmax along one axis, from its output.
+
+        Vendor page: aclnnSoftmaxBackward. `npugrad explain softmax_backward` lists its 13 constraints.
+
+        Args:
+            grad_output: (*S), rank 0 to 8. Gradient of the output. float32, float16 or bfloat16.
+            output: (*S), dtype of grad_output. The forward output.
+            dim: Axis of the softmax, from -rank to rank - 1.
+            out: Declared outputs by name, which are validated as well: a TensorMeta, None for a null pointer,
+                or a writable NumPy array or torch CPU tensor to fill and return, whose content is undefined
+                after an error. Missing ones are inferred.
+            timeout_s: Deadline of the whole call in seconds; None for the client's default, math.inf for no
+                deadline.
+            deterministic: Request bitwise reproducible results.
+            priority: -100 to 100; calls of higher priority leave the queue first.
+            label: Name of the caller or experiment; a tenant's calls with different labels take turns.
+            verify: Have the server recompute the call with its float64 reference and fail if the result
+                differs.
+            progress: True, or a title, shows a progress bar with stage, bytes, rate and time left in a
+                terminal (on standard error) or notebook. A callable gets a `Progress` at each change of stage
+                and at most about 10 times a second, in a separate thread (the last reports in the calling
+                thread) or on the event loop; an exception it raises ends the call.
+
+        Returns:
+            grad_input: (*S), a type of grad_output. Gradient of the input. float32, float16 or bfloat16.
+            info: Where the results come from, and how long each stage took.
+
+        Raises:
+            NullOperand: 161001. A required operand or attribute is null.
+            InvalidOperand: 161002. An operand or attribute breaks a documented rule.
+            MalformedTensor: Shape, strides and content of an operand are inconsistent.
+            RecipeMismatch: The content generated from a `Recipe` does not match its digest.
+            MalformedRequest: An attribute or option has the wrong type or is out of range.
+            OperatorError: The device does not support `deterministic` for this call.
+            DeviceError: The device failed, or `verify` found a wrong result.
+            TransportError: Connection, deadline, overload or shutdown; see `.retryable`.
+            WrongType: An argument is unknown or missing, an operand no array, or an attribute None.
+
+        Example:
+            >>> grads = await client.softmax_backward(**call)
+            >>> grads.grad_input.shape
+            (2, 3)
+        """
+        results, info = await self._run(
+            OPERATORS["softmax_backward"],
+            inputs={"grad_output": grad_output, "output": output},
+            attrs={"dim": dim},
+            out=out,
+            options=CallOptions(deterministic, priority, label, verify),
+            timeout_s=timeout_s,
+            progress=progress,
+        )
+        return SoftmaxBackwardResult(**results, info=info)
+
 
 @reports_usage
 class FutureOperators(ABC):
@@ -1581,6 +2035,103 @@ class FutureOperators(ABC):
                 "padding_mode": padding_mode,
                 "align_corners": align_corners,
                 "output_mask": output_mask,
+                "out": out,
+                "timeout_s": timeout_s,
+                "deterministic": deterministic,
+                "priority": priority,
+                "label": label,
+                "verify": verify,
+                "progress": progress,
+            },
+            copy,
+        )
+
+    def silu_backward(
+        self,
+        *,
+        grad_output: Operand | None = None,
+        input: Operand | None = None,
+        out: Out | None = None,
+        timeout_s: float | None = None,
+        deterministic: bool = False,
+        priority: int = 0,
+        label: str = "",
+        verify: bool = False,
+        progress: bool | str | Callable[[Progress], None] = False,
+        copy: bool = False,
+    ) -> Future[SiluBackwardResult]:
+        """Starts `Client.silu_backward`; see there, and at `Submit` for `copy`."""
+        return self._start(
+            "silu_backward",
+            {
+                "grad_output": grad_output,
+                "input": input,
+                "out": out,
+                "timeout_s": timeout_s,
+                "deterministic": deterministic,
+                "priority": priority,
+                "label": label,
+                "verify": verify,
+                "progress": progress,
+            },
+            copy,
+        )
+
+    def gelu_backward_v2(
+        self,
+        *,
+        grad_output: Operand | None = None,
+        input: Operand | None = None,
+        approximate: str | None,
+        out: Out | None = None,
+        timeout_s: float | None = None,
+        deterministic: bool = False,
+        priority: int = 0,
+        label: str = "",
+        verify: bool = False,
+        progress: bool | str | Callable[[Progress], None] = False,
+        copy: bool = False,
+    ) -> Future[GeluBackwardV2Result]:
+        """Starts `Client.gelu_backward_v2`; see there, and at `Submit` for `copy`."""
+        return self._start(
+            "gelu_backward_v2",
+            {
+                "grad_output": grad_output,
+                "input": input,
+                "approximate": approximate,
+                "out": out,
+                "timeout_s": timeout_s,
+                "deterministic": deterministic,
+                "priority": priority,
+                "label": label,
+                "verify": verify,
+                "progress": progress,
+            },
+            copy,
+        )
+
+    def softmax_backward(
+        self,
+        *,
+        grad_output: Operand | None = None,
+        output: Operand | None = None,
+        dim: int,
+        out: Out | None = None,
+        timeout_s: float | None = None,
+        deterministic: bool = False,
+        priority: int = 0,
+        label: str = "",
+        verify: bool = False,
+        progress: bool | str | Callable[[Progress], None] = False,
+        copy: bool = False,
+    ) -> Future[SoftmaxBackwardResult]:
+        """Starts `Client.softmax_backward`; see there, and at `Submit` for `copy`."""
+        return self._start(
+            "softmax_backward",
+            {
+                "grad_output": grad_output,
+                "output": output,
+                "dim": dim,
                 "out": out,
                 "timeout_s": timeout_s,
                 "deterministic": deterministic,

@@ -129,13 +129,13 @@ class Calls:
             yield "strided", base.with_inputs(**{first.name: strided})
 
     def _changes(self) -> Iterator[tuple[str, Sizes]]:
-        """Yields other values of attributes, masks with at most one bit, other ranks and sizes of 0."""
-        for name, values in self.values.items():
-            if name == MASK:
-                few = (mask for mask in (*values, (False,) * len(self._outputs)) if sum(mask) < 2)
-                yield from (("mask" + "".join("01"[bit] for bit in mask), {name: mask}) for mask in few)
-            else:
-                yield from ((f"{name}_{value}", {name: value}) for value in values[1:])
+        """Yields combined values of attributes, masks with at most one bit, other ranks and sizes of 0."""
+        free = {name: values for name, values in self.values.items() if len(values) > 1 and name != MASK}
+        for chosen in itertools.product(*free.values()):
+            yield "-".join(map(str, chosen)), dict(zip(free, chosen, strict=True))
+        few = (mask for mask in (*self.values.get(MASK, ()), (False,) * len(self._outputs)) if sum(mask) < 2)
+        if MASK in self.values:
+            yield from (("mask" + "".join("01"[bit] for bit in mask), {MASK: mask}) for mask in few)
         for name, size in self.sizes.items():
             if isinstance(size, tuple):
                 fixed = max(len(axes) - 1 for axes in self.page.axes.values() if f"*{name}" in axes)

@@ -122,12 +122,10 @@ def test_unknown_products_and_operators() -> None:
         ValueError, match="unknown product 'a2'; known are atlas-training, atlas-a2, atlas-a3"
     ):
         group_norm(product="a2")
-    with pytest.raises(
-        UnsupportedOperator, match="unknown operator 'gelu_backward'; known are multi_scale"
-    ) as caught:
-        npugrad.validate("gelu_backward", inputs={}, attrs={})
+    with pytest.raises(UnsupportedOperator, match="unknown operator 'rope'; known are multi_scale") as caught:
+        npugrad.validate("rope", inputs={}, attrs={})
     error = caught.value
-    assert (error.reason, error.operator, error.code) == ("UNKNOWN_OPERATOR", "gelu_backward", None)
+    assert (error.reason, error.operator, error.code) == ("UNKNOWN_OPERATOR", "rope", None)
 
 
 @pytest.mark.parametrize(
@@ -205,7 +203,7 @@ def worst_call(record: OpRecord, *, seed: int, null: bool) -> CallMeta:
         for i, p in enumerate(record.inputs)
     }
     wrong: dict[str, Any] = {"int64": -7, "double": float("nan"), "bool": True}
-    wrong |= {"bool_array": (True,) * 5, "int64_array": (7,) * 9}
+    wrong |= {"bool_array": (True,) * 5, "int64_array": (7,) * 9, "string": "7"}
     outputs = {p.name: None if null else TensorMeta("complex64", (2, 7)) for p in record.outputs}
     return make_call(
         record,
@@ -276,7 +274,8 @@ from npugrad.meta import CallMeta
 from npugrad.validation import validate_call
 for record in OPERATORS.values():
     metas = {p.name: TensorMeta("int16", (3, 5), "FRACTAL_NZ") for p in record.inputs}
-    wrong = {"int64": -7, "double": 1.0, "bool": True, "bool_array": (True,) * 5, "int64_array": (7,) * 9}
+    wrong = {"int64": -7, "double": 1.0, "bool": True, "string": "7"}
+    wrong |= {"bool_array": (True,) * 5, "int64_array": (7,) * 9}
     attrs = {p.name: wrong[p.type] for p in record.attrs}
     call = CallMeta(metas, attrs, {p.name: None for p in record.outputs})
     print(record.name, [(v.id, v.found, v.expected) for v in validate_call(record, call).violations])

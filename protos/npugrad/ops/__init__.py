@@ -17,11 +17,14 @@ if TYPE_CHECKING:
     # What is loaded by name, for whoever follows imports, such as the check of layers.
     # generated: imports
     from npugrad.ops.fused_floyd_attention_grad import FUSED_FLOYD_ATTENTION_GRAD
+    from npugrad.ops.gelu_backward_v2 import GELU_BACKWARD_V2
     from npugrad.ops.grid_sampler_2d_backward import GRID_SAMPLER_2D_BACKWARD
     from npugrad.ops.grid_sampler_3d_backward import GRID_SAMPLER_3D_BACKWARD
     from npugrad.ops.group_norm_backward import GROUP_NORM_BACKWARD
     from npugrad.ops.layer_norm_backward import LAYER_NORM_BACKWARD
     from npugrad.ops.multi_scale_deformable_attention_grad import MULTI_SCALE_DEFORMABLE_ATTENTION_GRAD
+    from npugrad.ops.silu_backward import SILU_BACKWARD
+    from npugrad.ops.softmax_backward import SOFTMAX_BACKWARD
     # end of imports
 
 _NAMES = (
@@ -32,6 +35,9 @@ _NAMES = (
     "fused_floyd_attention_grad",
     "layer_norm_backward",
     "grid_sampler_3d_backward",
+    "silu_backward",
+    "gelu_backward_v2",
+    "softmax_backward",
     # end of names
 )
 """Modules of this package; the record of each has its name in capitals."""

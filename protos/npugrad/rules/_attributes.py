@@ -46,7 +46,7 @@ def one_of_choices(*, tolerated: tuple[int, ...] = ()) -> Kind:
 
         def check(call: CallMeta) -> Finding | None:
             value = call.attrs[name]
-            return None if value in known else Finding(str(value) if words else repr(value), expected)
+            return None if value in known else Finding(ascii(value)[:80], expected)
 
         others = changes.numbered(name, (max(known) + type(known[0])(1), type(known[0])(-1)))
         return Rule(kind="choice", text=f"is {expected}", check=check, breaks=others)

@@ -23,6 +23,9 @@ class ExecuteHeader(google.protobuf.message.Message):
     FUSED_FLOYD_ATTENTION_GRAD_FIELD_NUMBER: builtins.int
     LAYER_NORM_BACKWARD_FIELD_NUMBER: builtins.int
     GRID_SAMPLER_3D_BACKWARD_FIELD_NUMBER: builtins.int
+    SILU_BACKWARD_FIELD_NUMBER: builtins.int
+    GELU_BACKWARD_V2_FIELD_NUMBER: builtins.int
+    SOFTMAX_BACKWARD_FIELD_NUMBER: builtins.int
     @property
     def multi_scale_deformable_attention_grad(self) -> npugrad.v1.operators_pb2.MultiScaleDeformableAttentionGradRequest:
         """A call of aclnnMultiScaleDeformableAttentionGrad."""
@@ -47,6 +50,18 @@ class ExecuteHeader(google.protobuf.message.Message):
     def grid_sampler_3d_backward(self) -> npugrad.v1.operators_pb2.GridSampler3DBackwardRequest:
         """A call of aclnnGridSampler3DBackward."""
 
+    @property
+    def silu_backward(self) -> npugrad.v1.operators_pb2.SiluBackwardRequest:
+        """A call of aclnnSiluBackward."""
+
+    @property
+    def gelu_backward_v2(self) -> npugrad.v1.operators_pb2.GeluBackwardV2Request:
+        """A call of aclnnGeluBackwardV2."""
+
+    @property
+    def softmax_backward(self) -> npugrad.v1.operators_pb2.SoftmaxBackwardRequest:
+        """A call of aclnnSoftmaxBackward."""
+
     def __init__(
         self,
         *,
@@ -56,10 +71,13 @@ class ExecuteHeader(google.protobuf.message.Message):
         fused_floyd_attention_grad: npugrad.v1.operators_pb2.FusedFloydAttentionGradRequest | None = ...,
         layer_norm_backward: npugrad.v1.operators_pb2.LayerNormBackwardRequest | None = ...,
         grid_sampler_3d_backward: npugrad.v1.operators_pb2.GridSampler3DBackwardRequest | None = ...,
+        silu_backward: npugrad.v1.operators_pb2.SiluBackwardRequest | None = ...,
+        gelu_backward_v2: npugrad.v1.operators_pb2.GeluBackwardV2Request | None = ...,
+        softmax_backward: npugrad.v1.operators_pb2.SoftmaxBackwardRequest | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["call", b"call", "fused_floyd_attention_grad", b"fused_floyd_attention_grad", "grid_sampler_2d_backward", b"grid_sampler_2d_backward", "grid_sampler_3d_backward", b"grid_sampler_3d_backward", "group_norm_backward", b"group_norm_backward", "layer_norm_backward", b"layer_norm_backward", "multi_scale_deformable_attention_grad", b"multi_scale_deformable_attention_grad"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["call", b"call", "fused_floyd_attention_grad", b"fused_floyd_attention_grad", "grid_sampler_2d_backward", b"grid_sampler_2d_backward", "grid_sampler_3d_backward", b"grid_sampler_3d_backward", "group_norm_backward", b"group_norm_backward", "layer_norm_backward", b"layer_norm_backward", "multi_scale_deformable_attention_grad", b"multi_scale_deformable_attention_grad"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["call", b"call"]) -> typing.Literal["multi_scale_deformable_attention_grad", "grid_sampler_2d_backward", "group_norm_backward", "fused_floyd_attention_grad", "layer_norm_backward", "grid_sampler_3d_backward"] | None: ...
+    def HasField(self, field_name: typing.Literal["call", b"call", "fused_floyd_attention_grad", b"fused_floyd_attention_grad", "gelu_backward_v2", b"gelu_backward_v2", "grid_sampler_2d_backward", b"grid_sampler_2d_backward", "grid_sampler_3d_backward", b"grid_sampler_3d_backward", "group_norm_backward", b"group_norm_backward", "layer_norm_backward", b"layer_norm_backward", "multi_scale_deformable_attention_grad", b"multi_scale_deformable_attention_grad", "silu_backward", b"silu_backward", "softmax_backward", b"softmax_backward"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["call", b"call", "fused_floyd_attention_grad", b"fused_floyd_attention_grad", "gelu_backward_v2", b"gelu_backward_v2", "grid_sampler_2d_backward", b"grid_sampler_2d_backward", "grid_sampler_3d_backward", b"grid_sampler_3d_backward", "group_norm_backward", b"group_norm_backward", "layer_norm_backward", b"layer_norm_backward", "multi_scale_deformable_attention_grad", b"multi_scale_deformable_attention_grad", "silu_backward", b"silu_backward", "softmax_backward", b"softmax_backward"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["call", b"call"]) -> typing.Literal["multi_scale_deformable_attention_grad", "grid_sampler_2d_backward", "group_norm_backward", "fused_floyd_attention_grad", "layer_norm_backward", "grid_sampler_3d_backward", "silu_backward", "gelu_backward_v2", "softmax_backward"] | None: ...
 
 global___ExecuteHeader = ExecuteHeader
 
@@ -75,6 +93,9 @@ class ExecuteResponseHeader(google.protobuf.message.Message):
     FUSED_FLOYD_ATTENTION_GRAD_FIELD_NUMBER: builtins.int
     LAYER_NORM_BACKWARD_FIELD_NUMBER: builtins.int
     GRID_SAMPLER_3D_BACKWARD_FIELD_NUMBER: builtins.int
+    SILU_BACKWARD_FIELD_NUMBER: builtins.int
+    GELU_BACKWARD_V2_FIELD_NUMBER: builtins.int
+    SOFTMAX_BACKWARD_FIELD_NUMBER: builtins.int
     @property
     def multi_scale_deformable_attention_grad(self) -> npugrad.v1.operators_pb2.MultiScaleDeformableAttentionGradResponse:
         """Results of aclnnMultiScaleDeformableAttentionGrad."""
@@ -99,6 +120,18 @@ class ExecuteResponseHeader(google.protobuf.message.Message):
     def grid_sampler_3d_backward(self) -> npugrad.v1.operators_pb2.GridSampler3DBackwardResponse:
         """Results of aclnnGridSampler3DBackward."""
 
+    @property
+    def silu_backward(self) -> npugrad.v1.operators_pb2.SiluBackwardResponse:
+        """Results of aclnnSiluBackward."""
+
+    @property
+    def gelu_backward_v2(self) -> npugrad.v1.operators_pb2.GeluBackwardV2Response:
+        """Results of aclnnGeluBackwardV2."""
+
+    @property
+    def softmax_backward(self) -> npugrad.v1.operators_pb2.SoftmaxBackwardResponse:
+        """Results of aclnnSoftmaxBackward."""
+
     def __init__(
         self,
         *,
@@ -108,10 +141,13 @@ class ExecuteResponseHeader(google.protobuf.message.Message):
         fused_floyd_attention_grad: npugrad.v1.operators_pb2.FusedFloydAttentionGradResponse | None = ...,
         layer_norm_backward: npugrad.v1.operators_pb2.LayerNormBackwardResponse | None = ...,
         grid_sampler_3d_backward: npugrad.v1.operators_pb2.GridSampler3DBackwardResponse | None = ...,
+        silu_backward: npugrad.v1.operators_pb2.SiluBackwardResponse | None = ...,
+        gelu_backward_v2: npugrad.v1.operators_pb2.GeluBackwardV2Response | None = ...,
+        softmax_backward: npugrad.v1.operators_pb2.SoftmaxBackwardResponse | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["call", b"call", "fused_floyd_attention_grad", b"fused_floyd_attention_grad", "grid_sampler_2d_backward", b"grid_sampler_2d_backward", "grid_sampler_3d_backward", b"grid_sampler_3d_backward", "group_norm_backward", b"group_norm_backward", "layer_norm_backward", b"layer_norm_backward", "multi_scale_deformable_attention_grad", b"multi_scale_deformable_attention_grad"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["call", b"call", "fused_floyd_attention_grad", b"fused_floyd_attention_grad", "grid_sampler_2d_backward", b"grid_sampler_2d_backward", "grid_sampler_3d_backward", b"grid_sampler_3d_backward", "group_norm_backward", b"group_norm_backward", "layer_norm_backward", b"layer_norm_backward", "multi_scale_deformable_attention_grad", b"multi_scale_deformable_attention_grad"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["call", b"call"]) -> typing.Literal["multi_scale_deformable_attention_grad", "grid_sampler_2d_backward", "group_norm_backward", "fused_floyd_attention_grad", "layer_norm_backward", "grid_sampler_3d_backward"] | None: ...
+    def HasField(self, field_name: typing.Literal["call", b"call", "fused_floyd_attention_grad", b"fused_floyd_attention_grad", "gelu_backward_v2", b"gelu_backward_v2", "grid_sampler_2d_backward", b"grid_sampler_2d_backward", "grid_sampler_3d_backward", b"grid_sampler_3d_backward", "group_norm_backward", b"group_norm_backward", "layer_norm_backward", b"layer_norm_backward", "multi_scale_deformable_attention_grad", b"multi_scale_deformable_attention_grad", "silu_backward", b"silu_backward", "softmax_backward", b"softmax_backward"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["call", b"call", "fused_floyd_attention_grad", b"fused_floyd_attention_grad", "gelu_backward_v2", b"gelu_backward_v2", "grid_sampler_2d_backward", b"grid_sampler_2d_backward", "grid_sampler_3d_backward", b"grid_sampler_3d_backward", "group_norm_backward", b"group_norm_backward", "layer_norm_backward", b"layer_norm_backward", "multi_scale_deformable_attention_grad", b"multi_scale_deformable_attention_grad", "silu_backward", b"silu_backward", "softmax_backward", b"softmax_backward"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["call", b"call"]) -> typing.Literal["multi_scale_deformable_attention_grad", "grid_sampler_2d_backward", "group_norm_backward", "fused_floyd_attention_grad", "layer_norm_backward", "grid_sampler_3d_backward", "silu_backward", "gelu_backward_v2", "softmax_backward"] | None: ...
 
 global___ExecuteResponseHeader = ExecuteResponseHeader
 

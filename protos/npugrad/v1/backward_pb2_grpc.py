@@ -68,6 +68,21 @@ class BackwardServiceStub(object):
                 request_serializer=npugrad_dot_v1_dot_operators__pb2.GridSampler3DBackwardRequest.SerializeToString,
                 response_deserializer=npugrad_dot_v1_dot_operators__pb2.GridSampler3DBackwardResponse.FromString,
                 _registered_method=True)
+        self.SiluBackward = channel.unary_unary(
+                '/npugrad.v1.BackwardService/SiluBackward',
+                request_serializer=npugrad_dot_v1_dot_operators__pb2.SiluBackwardRequest.SerializeToString,
+                response_deserializer=npugrad_dot_v1_dot_operators__pb2.SiluBackwardResponse.FromString,
+                _registered_method=True)
+        self.GeluBackwardV2 = channel.unary_unary(
+                '/npugrad.v1.BackwardService/GeluBackwardV2',
+                request_serializer=npugrad_dot_v1_dot_operators__pb2.GeluBackwardV2Request.SerializeToString,
+                response_deserializer=npugrad_dot_v1_dot_operators__pb2.GeluBackwardV2Response.FromString,
+                _registered_method=True)
+        self.SoftmaxBackward = channel.unary_unary(
+                '/npugrad.v1.BackwardService/SoftmaxBackward',
+                request_serializer=npugrad_dot_v1_dot_operators__pb2.SoftmaxBackwardRequest.SerializeToString,
+                response_deserializer=npugrad_dot_v1_dot_operators__pb2.SoftmaxBackwardResponse.FromString,
+                _registered_method=True)
         self.Execute = channel.stream_stream(
                 '/npugrad.v1.BackwardService/Execute',
                 request_serializer=npugrad_dot_v1_dot_backward__pb2.ExecuteRequest.SerializeToString,
@@ -127,6 +142,27 @@ class BackwardServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SiluBackward(self, request, context):
+        """aclnnSiluBackward. Gradient of SiLU, x * sigmoid(x), also called Swish.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GeluBackwardV2(self, request, context):
+        """aclnnGeluBackwardV2. Gradient of GELU, exact or approximated by tanh.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SoftmaxBackward(self, request, context):
+        """aclnnSoftmaxBackward. Gradient of softmax along one axis, from its output.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Execute(self, request_iterator, context):
         """end of rpcs
 
@@ -169,6 +205,21 @@ def add_BackwardServiceServicer_to_server(servicer, server):
                     servicer.GridSampler3DBackward,
                     request_deserializer=npugrad_dot_v1_dot_operators__pb2.GridSampler3DBackwardRequest.FromString,
                     response_serializer=npugrad_dot_v1_dot_operators__pb2.GridSampler3DBackwardResponse.SerializeToString,
+            ),
+            'SiluBackward': grpc.unary_unary_rpc_method_handler(
+                    servicer.SiluBackward,
+                    request_deserializer=npugrad_dot_v1_dot_operators__pb2.SiluBackwardRequest.FromString,
+                    response_serializer=npugrad_dot_v1_dot_operators__pb2.SiluBackwardResponse.SerializeToString,
+            ),
+            'GeluBackwardV2': grpc.unary_unary_rpc_method_handler(
+                    servicer.GeluBackwardV2,
+                    request_deserializer=npugrad_dot_v1_dot_operators__pb2.GeluBackwardV2Request.FromString,
+                    response_serializer=npugrad_dot_v1_dot_operators__pb2.GeluBackwardV2Response.SerializeToString,
+            ),
+            'SoftmaxBackward': grpc.unary_unary_rpc_method_handler(
+                    servicer.SoftmaxBackward,
+                    request_deserializer=npugrad_dot_v1_dot_operators__pb2.SoftmaxBackwardRequest.FromString,
+                    response_serializer=npugrad_dot_v1_dot_operators__pb2.SoftmaxBackwardResponse.SerializeToString,
             ),
             'Execute': grpc.stream_stream_rpc_method_handler(
                     servicer.Execute,
@@ -341,6 +392,87 @@ class BackwardService(object):
             '/npugrad.v1.BackwardService/GridSampler3DBackward',
             npugrad_dot_v1_dot_operators__pb2.GridSampler3DBackwardRequest.SerializeToString,
             npugrad_dot_v1_dot_operators__pb2.GridSampler3DBackwardResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SiluBackward(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/npugrad.v1.BackwardService/SiluBackward',
+            npugrad_dot_v1_dot_operators__pb2.SiluBackwardRequest.SerializeToString,
+            npugrad_dot_v1_dot_operators__pb2.SiluBackwardResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GeluBackwardV2(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/npugrad.v1.BackwardService/GeluBackwardV2',
+            npugrad_dot_v1_dot_operators__pb2.GeluBackwardV2Request.SerializeToString,
+            npugrad_dot_v1_dot_operators__pb2.GeluBackwardV2Response.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SoftmaxBackward(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/npugrad.v1.BackwardService/SoftmaxBackward',
+            npugrad_dot_v1_dot_operators__pb2.SoftmaxBackwardRequest.SerializeToString,
+            npugrad_dot_v1_dot_operators__pb2.SoftmaxBackwardResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -69,6 +69,24 @@ class BackwardServiceStub:
     volumes and the grid.
     """
 
+    SiluBackward: grpc.UnaryUnaryMultiCallable[
+        npugrad.v1.operators_pb2.SiluBackwardRequest,
+        npugrad.v1.operators_pb2.SiluBackwardResponse,
+    ]
+    """aclnnSiluBackward. Gradient of SiLU, x * sigmoid(x), also called Swish."""
+
+    GeluBackwardV2: grpc.UnaryUnaryMultiCallable[
+        npugrad.v1.operators_pb2.GeluBackwardV2Request,
+        npugrad.v1.operators_pb2.GeluBackwardV2Response,
+    ]
+    """aclnnGeluBackwardV2. Gradient of GELU, exact or approximated by tanh."""
+
+    SoftmaxBackward: grpc.UnaryUnaryMultiCallable[
+        npugrad.v1.operators_pb2.SoftmaxBackwardRequest,
+        npugrad.v1.operators_pb2.SoftmaxBackwardResponse,
+    ]
+    """aclnnSoftmaxBackward. Gradient of softmax along one axis, from its output."""
+
     Execute: grpc.StreamStreamMultiCallable[
         npugrad.v1.backward_pb2.ExecuteRequest,
         npugrad.v1.backward_pb2.ExecuteResponse,
@@ -128,6 +146,24 @@ class BackwardServiceAsyncStub:
     """aclnnGridSampler3DBackward. Gradients of three-dimensional grid sampling with respect to the sampled
     volumes and the grid.
     """
+
+    SiluBackward: grpc.aio.UnaryUnaryMultiCallable[
+        npugrad.v1.operators_pb2.SiluBackwardRequest,
+        npugrad.v1.operators_pb2.SiluBackwardResponse,
+    ]
+    """aclnnSiluBackward. Gradient of SiLU, x * sigmoid(x), also called Swish."""
+
+    GeluBackwardV2: grpc.aio.UnaryUnaryMultiCallable[
+        npugrad.v1.operators_pb2.GeluBackwardV2Request,
+        npugrad.v1.operators_pb2.GeluBackwardV2Response,
+    ]
+    """aclnnGeluBackwardV2. Gradient of GELU, exact or approximated by tanh."""
+
+    SoftmaxBackward: grpc.aio.UnaryUnaryMultiCallable[
+        npugrad.v1.operators_pb2.SoftmaxBackwardRequest,
+        npugrad.v1.operators_pb2.SoftmaxBackwardResponse,
+    ]
+    """aclnnSoftmaxBackward. Gradient of softmax along one axis, from its output."""
 
     Execute: grpc.aio.StreamStreamMultiCallable[
         npugrad.v1.backward_pb2.ExecuteRequest,
@@ -200,6 +236,30 @@ class BackwardServiceServicer(metaclass=abc.ABCMeta):
         """aclnnGridSampler3DBackward. Gradients of three-dimensional grid sampling with respect to the sampled
         volumes and the grid.
         """
+
+    @abc.abstractmethod
+    def SiluBackward(
+        self,
+        request: npugrad.v1.operators_pb2.SiluBackwardRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[npugrad.v1.operators_pb2.SiluBackwardResponse, collections.abc.Awaitable[npugrad.v1.operators_pb2.SiluBackwardResponse]]:
+        """aclnnSiluBackward. Gradient of SiLU, x * sigmoid(x), also called Swish."""
+
+    @abc.abstractmethod
+    def GeluBackwardV2(
+        self,
+        request: npugrad.v1.operators_pb2.GeluBackwardV2Request,
+        context: _ServicerContext,
+    ) -> typing.Union[npugrad.v1.operators_pb2.GeluBackwardV2Response, collections.abc.Awaitable[npugrad.v1.operators_pb2.GeluBackwardV2Response]]:
+        """aclnnGeluBackwardV2. Gradient of GELU, exact or approximated by tanh."""
+
+    @abc.abstractmethod
+    def SoftmaxBackward(
+        self,
+        request: npugrad.v1.operators_pb2.SoftmaxBackwardRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[npugrad.v1.operators_pb2.SoftmaxBackwardResponse, collections.abc.Awaitable[npugrad.v1.operators_pb2.SoftmaxBackwardResponse]]:
+        """aclnnSoftmaxBackward. Gradient of softmax along one axis, from its output."""
 
     @abc.abstractmethod
     def Execute(

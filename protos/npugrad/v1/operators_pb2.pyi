@@ -1106,3 +1106,211 @@ class GridSampler3DBackwardResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["grid_grad", b"grid_grad", "info", b"info", "input_grad", b"input_grad"]) -> None: ...
 
 global___GridSampler3DBackwardResponse = GridSampler3DBackwardResponse
+
+@typing.final
+class SiluBackwardRequest(google.protobuf.message.Message):
+    """Operands of aclnnSiluBackward."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    OPTIONS_FIELD_NUMBER: builtins.int
+    GRAD_OUTPUT_FIELD_NUMBER: builtins.int
+    INPUT_FIELD_NUMBER: builtins.int
+    GRAD_INPUT_FIELD_NUMBER: builtins.int
+    @property
+    def options(self) -> global___CallOptions:
+        """Options of the call."""
+
+    @property
+    def grad_output(self) -> npugrad.v1.tensor_pb2.Tensor:
+        """(*S), rank 1 to 8. Gradient of the output."""
+
+    @property
+    def input(self) -> npugrad.v1.tensor_pb2.Tensor:
+        """(*S), dtype of grad_output. The forward input."""
+
+    @property
+    def grad_input(self) -> npugrad.v1.tensor_pb2.DeclaredOutput:
+        """Declares the result grad_input."""
+
+    def __init__(
+        self,
+        *,
+        options: global___CallOptions | None = ...,
+        grad_output: npugrad.v1.tensor_pb2.Tensor | None = ...,
+        input: npugrad.v1.tensor_pb2.Tensor | None = ...,
+        grad_input: npugrad.v1.tensor_pb2.DeclaredOutput | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["grad_input", b"grad_input", "grad_output", b"grad_output", "input", b"input", "options", b"options"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["grad_input", b"grad_input", "grad_output", b"grad_output", "input", b"input", "options", b"options"]) -> None: ...
+
+global___SiluBackwardRequest = SiluBackwardRequest
+
+@typing.final
+class SiluBackwardResponse(google.protobuf.message.Message):
+    """Results of aclnnSiluBackward."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    INFO_FIELD_NUMBER: builtins.int
+    GRAD_INPUT_FIELD_NUMBER: builtins.int
+    @property
+    def info(self) -> global___ExecutionInfo:
+        """What produced the results."""
+
+    @property
+    def grad_input(self) -> npugrad.v1.tensor_pb2.Tensor:
+        """(*S), dtype of grad_output. Gradient of input."""
+
+    def __init__(
+        self,
+        *,
+        info: global___ExecutionInfo | None = ...,
+        grad_input: npugrad.v1.tensor_pb2.Tensor | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["grad_input", b"grad_input", "info", b"info"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["grad_input", b"grad_input", "info", b"info"]) -> None: ...
+
+global___SiluBackwardResponse = SiluBackwardResponse
+
+@typing.final
+class GeluBackwardV2Request(google.protobuf.message.Message):
+    """Operands of aclnnGeluBackwardV2."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    OPTIONS_FIELD_NUMBER: builtins.int
+    GRAD_OUTPUT_FIELD_NUMBER: builtins.int
+    INPUT_FIELD_NUMBER: builtins.int
+    APPROXIMATE_FIELD_NUMBER: builtins.int
+    GRAD_INPUT_FIELD_NUMBER: builtins.int
+    approximate: builtins.str
+    """Formula: "none" for erf, "tanh" for its approximation."""
+    @property
+    def options(self) -> global___CallOptions:
+        """Options of the call."""
+
+    @property
+    def grad_output(self) -> npugrad.v1.tensor_pb2.Tensor:
+        """(*S), rank 0 to 8. Gradient of the output."""
+
+    @property
+    def input(self) -> npugrad.v1.tensor_pb2.Tensor:
+        """Broadcast with grad_output, rank 0 to 8. The forward input."""
+
+    @property
+    def grad_input(self) -> npugrad.v1.tensor_pb2.DeclaredOutput:
+        """Declares the result grad_input."""
+
+    def __init__(
+        self,
+        *,
+        options: global___CallOptions | None = ...,
+        grad_output: npugrad.v1.tensor_pb2.Tensor | None = ...,
+        input: npugrad.v1.tensor_pb2.Tensor | None = ...,
+        approximate: builtins.str | None = ...,
+        grad_input: npugrad.v1.tensor_pb2.DeclaredOutput | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_approximate", b"_approximate", "approximate", b"approximate", "grad_input", b"grad_input", "grad_output", b"grad_output", "input", b"input", "options", b"options"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_approximate", b"_approximate", "approximate", b"approximate", "grad_input", b"grad_input", "grad_output", b"grad_output", "input", b"input", "options", b"options"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_approximate", b"_approximate"]) -> typing.Literal["approximate"] | None: ...
+
+global___GeluBackwardV2Request = GeluBackwardV2Request
+
+@typing.final
+class GeluBackwardV2Response(google.protobuf.message.Message):
+    """Results of aclnnGeluBackwardV2."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    INFO_FIELD_NUMBER: builtins.int
+    GRAD_INPUT_FIELD_NUMBER: builtins.int
+    @property
+    def info(self) -> global___ExecutionInfo:
+        """What produced the results."""
+
+    @property
+    def grad_input(self) -> npugrad.v1.tensor_pb2.Tensor:
+        """Shape and dtype of both together. Gradient of input."""
+
+    def __init__(
+        self,
+        *,
+        info: global___ExecutionInfo | None = ...,
+        grad_input: npugrad.v1.tensor_pb2.Tensor | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["grad_input", b"grad_input", "info", b"info"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["grad_input", b"grad_input", "info", b"info"]) -> None: ...
+
+global___GeluBackwardV2Response = GeluBackwardV2Response
+
+@typing.final
+class SoftmaxBackwardRequest(google.protobuf.message.Message):
+    """Operands of aclnnSoftmaxBackward."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    OPTIONS_FIELD_NUMBER: builtins.int
+    GRAD_OUTPUT_FIELD_NUMBER: builtins.int
+    OUTPUT_FIELD_NUMBER: builtins.int
+    DIM_FIELD_NUMBER: builtins.int
+    GRAD_INPUT_FIELD_NUMBER: builtins.int
+    dim: builtins.int
+    """Axis of the softmax, from -rank to rank - 1."""
+    @property
+    def options(self) -> global___CallOptions:
+        """Options of the call."""
+
+    @property
+    def grad_output(self) -> npugrad.v1.tensor_pb2.Tensor:
+        """(*S), rank 0 to 8. Gradient of the output."""
+
+    @property
+    def output(self) -> npugrad.v1.tensor_pb2.Tensor:
+        """(*S), dtype of grad_output. The forward output."""
+
+    @property
+    def grad_input(self) -> npugrad.v1.tensor_pb2.DeclaredOutput:
+        """Declares the result grad_input."""
+
+    def __init__(
+        self,
+        *,
+        options: global___CallOptions | None = ...,
+        grad_output: npugrad.v1.tensor_pb2.Tensor | None = ...,
+        output: npugrad.v1.tensor_pb2.Tensor | None = ...,
+        dim: builtins.int | None = ...,
+        grad_input: npugrad.v1.tensor_pb2.DeclaredOutput | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_dim", b"_dim", "dim", b"dim", "grad_input", b"grad_input", "grad_output", b"grad_output", "options", b"options", "output", b"output"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_dim", b"_dim", "dim", b"dim", "grad_input", b"grad_input", "grad_output", b"grad_output", "options", b"options", "output", b"output"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_dim", b"_dim"]) -> typing.Literal["dim"] | None: ...
+
+global___SoftmaxBackwardRequest = SoftmaxBackwardRequest
+
+@typing.final
+class SoftmaxBackwardResponse(google.protobuf.message.Message):
+    """Results of aclnnSoftmaxBackward."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    INFO_FIELD_NUMBER: builtins.int
+    GRAD_INPUT_FIELD_NUMBER: builtins.int
+    @property
+    def info(self) -> global___ExecutionInfo:
+        """What produced the results."""
+
+    @property
+    def grad_input(self) -> npugrad.v1.tensor_pb2.Tensor:
+        """(*S), a type of grad_output. Gradient of the input."""
+
+    def __init__(
+        self,
+        *,
+        info: global___ExecutionInfo | None = ...,
+        grad_input: npugrad.v1.tensor_pb2.Tensor | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["grad_input", b"grad_input", "info", b"info"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["grad_input", b"grad_input", "info", b"info"]) -> None: ...
+
+global___SoftmaxBackwardResponse = SoftmaxBackwardResponse

@@ -37,8 +37,10 @@ def test_every_sample_under_every_mask(record: OpRecord) -> None:
 def test_a_record_that_says_everything_or_nothing_is_found_out(record: OpRecord, claim: str) -> None:
     operands = tuple(param.name for param in record.inputs) if claim == "everything" else ()
     liar = replace(record, reads=lambda call: {param.name: operands for param in record.outputs})
-    with pytest.raises(AssertionError, match="changed"):
-        prove(liar, next(record.samples(Product.ATLAS_A2)).call, golden)
+    call = next(record.samples(Product.ATLAS_A2)).call
+    if liar.reads(call) != record.reads(call):
+        with pytest.raises(AssertionError, match="changed"):
+            prove(liar, call, golden)
 
 
 def test_the_samples_have_every_mode(record: OpRecord) -> None:
