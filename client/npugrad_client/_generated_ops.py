@@ -35,6 +35,13 @@ else:
 ``grads: GroupNormBackwardResult[torch.Tensor] = client.group_norm_backward(...)``."""
 Out = Mapping[str, TensorMeta | ArrayLike | None]
 """Declared outputs: a meta, None for a null pointer, or a writable array to fill and return."""
+ATEN = {
+    "grid_sampler_2d_backward": "grid_sampler_2d_backward",
+    "native_group_norm_backward": "group_norm_backward",
+    "native_layer_norm_backward": "layer_norm_backward",
+    "grid_sampler_3d_backward": "grid_sampler_3d_backward",
+}
+"""Operators by the function of `torch.ops.aten` that computes the same from the same."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)

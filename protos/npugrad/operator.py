@@ -108,6 +108,7 @@ class TensorParam:
         role: Input or output.
         doc: Shape in symbols and meaning.
         dtypes: Supported types by product.
+        like: For an output, the input that it is the gradient of, or has the shape of.
         optional: Whether null is legal for an input.
         device_view: Shape in which it is passed to the device; None for its own.
         axes: Order of its axes in the formula, as backends and the reference receive them; None if the
@@ -124,6 +125,7 @@ class TensorParam:
     role: Literal["input", "output"]
     doc: str
     dtypes: Mapping[Product, tuple[DType, ...]]
+    like: str = ""
     optional: bool = False
     device_view: Callable[[TensorMeta], tuple[int, ...]] | None = None
     axes: Callable[[TensorMeta], tuple[int, ...]] | None = None

@@ -138,11 +138,12 @@ def remote(
 ) -> Remote:
     """Context manager that sends the backward operators of an unmodified model to the service.
 
-    It sends the backward of `grid_sample` (bilinear and nearest), `group_norm` and `layer_norm` on CPU
-    tensors in float32, float16 and bfloat16, for volumes also in float64. Operands of mixed dtypes (bfloat16
-    data with float32 weights, which the documents allow for `layer_norm` only) are sent as float32 and the
-    results cast back. Everything else runs locally, as usual. Enter it around ``backward()``; around the
-    forward pass it is harmless, but adds a few microseconds per operator.
+    It sends the backward of `grid_sample` (bilinear and nearest), `group_norm`, `layer_norm` and of what else
+    the pages of operators in the reference name a function of PyTorch for, on CPU tensors in float32, float16
+    and bfloat16, for volumes also in float64. Operands of mixed dtypes that the documents do not allow, such
+    as bfloat16 data with float32 weights in `group_norm`, are sent as float32 and the results cast back.
+    Everything else runs locally, as usual. Enter it around ``backward()``; around the forward pass it is
+    harmless, but adds a few microseconds per operator.
 
     With ``create_graph=True``, autograd decomposes the backward of `group_norm` into elementary operators,
     which run locally, with a warning; the other operators are still sent. The same happens under `torch.func`

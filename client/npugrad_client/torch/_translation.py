@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from functools import cache, cached_property, partial
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+
+from npugrad.ops import OPERATORS
+from npugrad_client._generated_ops import ATEN
+from npugrad_client._legality import require_legal
+from npugrad_client.errors import OperatorError
+from npugrad_client.torch._calls import metas
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from torch import Tensor
+
+    from npugrad.binding import TorchBinding
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _CASTABLE = {torch.float32, torch.float16, torch.bfloat16}
@@ -27,9 +35,10 @@ class AutogradCall:
         inputs: Operands by name, in autograd's types.
         attrs: Attributes by name.
         results: Names of the results in autograd's order, each with the type that autograd wants.
-        may_mix: Whether the documents allow the operands to have several types.
+        may_mix: Whether operands of several types are sent as they are, even if the documents refuse them.
         takes_subclasses: Whether subclasses of tensors are sent: only if the caller asked for this very
             operator, not in place of PyTorch's own, which a subclass may override.
+        is_single: Whether autograd wants the result itself, not a tuple of one.
     """
 
     operator: str
@@ -38,6 +47,7 @@ class AutogradCall:
     results: Mapping[str, torch.dtype]
     may_mix: bool = False
     takes_subclasses: bool = False
+    is_single: bool = False
 
     @property
     def _given(self) -> list[Tensor]:
@@ -62,11 +72,11 @@ class AutogradCall:
                 return f"{name}: found {tensor.dtype} of {tensor.layout} on {tensor.device}"
         return None
 
-    @property
+    @cached_property
     def is_mixed(self) -> bool:
         """Whether the operands mix types that the service supports but that must not be mixed."""
         found = {tensor.dtype for tensor in self._given if tensor.is_floating_point()}
-        return len(found) > 1 and found <= _CASTABLE and not self.may_mix
+        return len(found) > 1 and found <= _CASTABLE and not self.may_mix and not self._is_legal
 
     @property
     def nbytes(self) -> int:
@@ -74,8 +84,17 @@ class AutogradCall:
         return sum(tensor.nbytes for tensor in self._given) + self._result_bytes
 
     @property
+    def _is_legal(self) -> bool:
+        try:
+            require_legal(self.operator, metas(self.operator, self.inputs), self.attrs)
+        except OperatorError:
+            return False
+        return True
+
+    @property
     def _result_bytes(self) -> int:
-        like = (self.inputs.get(_LIKE[name]) for name in self.results)
+        outputs = (output for output in OPERATORS[self.operator].outputs if output.name in self.results)
+        like = (self.inputs.get(output.like) for output in outputs)
         return sum(tensor.nbytes for tensor in like if tensor is not None)
 
     def operands(self) -> dict[str, Tensor | None]:
@@ -87,74 +106,47 @@ class AutogradCall:
             for name, tensor in self.inputs.items()
         }
 
-    def give_back(self, found: Mapping[str, Tensor | None]) -> tuple[Tensor | None, ...]:
+    def give_back(self, found: Mapping[str, Tensor | None]) -> Any:
         """The service's results in autograd's order and types."""
         tensors = ((found[name], dtype) for name, dtype in self.results.items())
-        return tuple(None if tensor is None else tensor.to(dtype) for tensor, dtype in tensors)
+        results = tuple(None if tensor is None else tensor.to(dtype) for tensor, dtype in tensors)
+        return results[0] if self.is_single else results
 
 
-_LIKE = {
-    "input_grad": "input",
-    "grid_grad": "grid",
-    "grad_input": "input",
-    "grad_gamma": "gamma",
-    "grad_beta": "gamma",
-    "grad_weight": "weight",
-    "grad_bias": "bias",
-    "grad_value": "value",
-    "grad_location": "location",
-    "grad_attn_weight": "attn_weight",
-    "dq": "query",
-    "dk1": "key1",
-    "dv1": "value1",
-    "dk2": "key2",
-    "dv2": "value2",
-}
-"""The operand whose shape and type a result has."""
-
-
-def _grid_sampler(
-    operator: str,
-    grad_output: Tensor,
-    input: Tensor,
-    grid: Tensor,
-    interpolation_mode: int,
-    padding_mode: int,
-    align_corners: bool,
-    output_mask: list[bool],
-) -> AutogradCall:
+def _by_binding(operator: str, func: Any, *args: Any, **kwargs: Any) -> AutogradCall:
+    """The call of an operator whose record says which arguments of PyTorch's function it takes."""
+    record = OPERATORS[operator]
+    binding = cast("TorchBinding", record.binding)
+    given = {name: kwargs.get(own, default) for name, own, default in _parameters(func, operator)}
+    given.update(zip(binding.positional, args, strict=False))
+    taken = {name: found(given) for name, found in binding.back.items()}
+    inputs = {p.name: taken.get(p.name, given.get(p.name)) for p in record.inputs}
+    data = inputs[record.outputs[0].like]
+    like = {p.name: tensor if (tensor := inputs[p.like]) is not None else data for p in record.outputs}
     return AutogradCall(
         operator,
-        {"grad_output": grad_output, "input": input, "grid": grid},
-        {
-            "interpolation_mode": interpolation_mode,
-            "padding_mode": padding_mode,
-            "align_corners": align_corners,
-            "output_mask": tuple(output_mask),
-        },
-        {"input_grad": input.dtype, "grid_grad": grid.dtype},
+        inputs,
+        {p.name: _plain(taken.get(p.name, given.get(p.name))) for p in record.attrs},
+        {name: taken.get(name) or cast("Tensor", tensor).dtype for name, tensor in like.items()},
+        is_single=len(func._schema.returns) == 1,
     )
 
 
-def _group_norm(
-    grad_out: Tensor,
-    input: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    N: int,
-    C: int,
-    HxW: int,
-    group: int,
-    output_mask: list[bool],
-) -> AutogradCall:
-    gamma = input.dtype if weight is None else weight.dtype
-    return AutogradCall(
-        "group_norm_backward",
-        {"grad_out": grad_out, "input": input, "mean": mean, "rstd": rstd, "gamma": weight},
-        {"n": int(N), "c": int(C), "hxw": int(HxW), "group": group, "output_mask": tuple(output_mask)},
-        {"grad_input": input.dtype, "grad_gamma": gamma, "grad_beta": gamma},
-    )
+@cache
+def _parameters(func: Any, operator: str) -> tuple[tuple[str, str, Any], ...]:
+    """The record's name, PyTorch's name and the default of each argument of a function."""
+    binding = cast("TorchBinding", OPERATORS[operator].binding)
+    arguments = func._schema.arguments
+    plain = [argument.name for argument in arguments if not argument.kwarg_only]
+    names = dict(zip(plain, binding.positional, strict=False))
+    return tuple((names.get(each.name, each.name), each.name, each.default_value) for each in arguments)
+
+
+def _plain(value: Any) -> Any:
+    """An attribute as the client takes it: hashable, and no symbol."""
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_plain, value))
+    return int(value) if isinstance(value, torch.SymInt) else value
 
 
 def _layer_norm(
@@ -179,10 +171,9 @@ def _layer_norm(
     )
 
 
+_FUNCTIONS = {getattr(torch.ops.aten, name).default: operator for name, operator in ATEN.items()}
 TRANSLATIONS: dict[Any, Callable[..., AutogradCall]] = {
-    torch.ops.aten.grid_sampler_2d_backward.default: partial(_grid_sampler, "grid_sampler_2d_backward"),
-    torch.ops.aten.grid_sampler_3d_backward.default: partial(_grid_sampler, "grid_sampler_3d_backward"),
-    torch.ops.aten.native_group_norm_backward.default: _group_norm,
+    **{func: partial(_by_binding, operator, func) for func, operator in _FUNCTIONS.items()},
     torch.ops.aten.native_layer_norm_backward.default: _layer_norm,
 }
 """Translations by autograd's operator; all other operators pass through."""

@@ -10,11 +10,11 @@ import re
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from npugrad._tools.settle import ROOT, settle
 from npugrad.attributes import KINDS
 from npugrad.dtypes import DType
 from npugrad.error_table import BY_CODE
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from npugrad.meta import TensorMeta
     from npugrad.operator import OpRecord, Param
 
-ROOT = Path(__file__).resolve().parents[3]
 TARGET = ROOT / "client" / "npugrad_client" / "_generated_ops.py"
 EXPORTS = TARGET.with_name("__init__.py")
 ORIGIN = "from npugrad.ops import OPERATORS"
@@ -71,6 +70,8 @@ else:
 ``grads: GroupNormBackwardResult[torch.Tensor] = client.group_norm_backward(...)``."""
 Out = Mapping[str, TensorMeta | ArrayLike | None]
 """Declared outputs: a meta, None for a null pointer, or a writable array to fill and return."""
+ATEN = {aten!r}
+"""Operators by the function of `torch.ops.aten` that computes the same from the same."""
 '''
 
 _BASE = '''
@@ -339,6 +340,18 @@ def _future(record: OpRecord) -> str:
     return "\n".join(lines)
 
 
+def _aten(records: Mapping[str, OpRecord]) -> dict[str, str]:
+    """Names of operators by that of their binding below `torch.ops.aten`, where it has all parameters."""
+    bound = {name: record.binding for name, record in records.items() if record.binding is not None}
+    return {
+        binding.path.removeprefix("aten."): name
+        for name, binding in bound.items()
+        if binding.path.startswith("aten.")
+        and {p.name for p in records[name].params} - {p.name for p in records[name].outputs}
+        <= {*binding.positional, *binding.keyword, *binding.back}
+    }
+
+
 def generate(records: Mapping[str, OpRecord] = OPERATORS, origin: str = ORIGIN) -> str:
     """The whole module, formatted.
 
@@ -348,7 +361,8 @@ def generate(records: Mapping[str, OpRecord] = OPERATORS, origin: str = ORIGIN) 
     """
     takes_scalars = any(attr.type == "scalar" for record in records.values() for attr in record.attrs)
     scalar = "from npugrad.attributes import Scalar\n    " if takes_scalars else ""
-    parts = [_HEADER.format(origin=origin, scalar=scalar), *map(_result_class, records.values())]
+    header = _HEADER.format(origin=origin, scalar=scalar, aten=_aten(records))
+    parts = [header, *map(_result_class, records.values())]
     for name, kind, def_, await_ in _CLASSES:
         parts.append(_BASE.format(name=name, kind=kind, def_=def_))
         parts += [_method(record, def_, await_) for record in records.values()]
@@ -371,18 +385,5 @@ def _ruff(command: str, source: str, *options: str) -> str:
     return subprocess.run(run, input=source, capture_output=True, text=True, check=True).stdout
 
 
-def main() -> int:
-    """Writes the modules, or checks them with `--check`."""
-    wanted = {TARGET: generate(), EXPORTS: exports(EXPORTS.read_text("utf-8"))}
-    differing = [path for path, text in wanted.items() if path.read_text("utf-8") != text]
-    if "--check" not in sys.argv[1:]:
-        for path in differing:
-            path.write_text(wanted[path], encoding="utf-8")
-        return 0
-    for path in differing:
-        print(f"{path.relative_to(ROOT)} differs from the records; run `make gen`", file=sys.stderr)
-    return 1 if differing else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(settle({TARGET: generate(), EXPORTS: exports(EXPORTS.read_text("utf-8"))}))

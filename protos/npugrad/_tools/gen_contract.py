@@ -14,18 +14,18 @@ import sys
 import textwrap
 from importlib import import_module
 from itertools import pairwise
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from npugrad._tools.settle import ROOT, settle
 from npugrad.operator import AttrParam
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
+    from pathlib import Path
 
     from npugrad.attributes import AttrType
     from npugrad.operator import OpRecord, Param
 
-ROOT = Path(__file__).resolve().parents[3]
 OPS = ROOT / "protos/npugrad/ops"
 V1 = ROOT / "protos/npugrad/v1"
 FIELDS: dict[AttrType, str] = {
@@ -138,18 +138,5 @@ def generate(records: Sequence[OpRecord]) -> dict[Path, str]:
     return {path: _BLOCK.sub(filled, path.read_text("utf-8")) for path in paths}
 
 
-def main() -> int:
-    """Writes the files, or checks them with `--check`."""
-    wanted = generate(load())
-    differing = [path for path, text in wanted.items() if path.read_text("utf-8") != text]
-    if "--check" not in sys.argv[1:]:
-        for path in differing:
-            path.write_text(wanted[path], encoding="utf-8")
-        return 0
-    for path in differing:
-        print(f"{path.relative_to(ROOT)} differs from the records; run `make gen`", file=sys.stderr)
-    return 1 if differing else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(settle(generate(load())))

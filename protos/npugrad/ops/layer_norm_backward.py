@@ -123,7 +123,7 @@ p.output("grad_input", "input", "Shape and dtype of input. Gradient of input.", 
 for _name in ("weight", "bias"):
     p.output(
         f"grad_{_name}",
-        "weight",
+        _name,
         f"{_LIKE_WEIGHT} Gradient of {_name}.",
         c_name=f"grad{_name.capitalize()}Out",
         meta=_like_weight,

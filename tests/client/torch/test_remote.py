@@ -9,6 +9,7 @@ import warnings
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -21,7 +22,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
+from npugrad import OPERATORS
 from npugrad_client import Client
+from npugrad_client._generated_ops import ATEN
 from npugrad_client.torch import RemoteWarning, Summary, drop_in, multi_scale_deformable_attention, remote
 
 pytestmark = pytest.mark.torch
@@ -47,6 +50,19 @@ def test_an_unmodified_model_gets_its_gradients_from_the_service(client: Client)
     assert mode.summary().local == 0
     loss_of_group_norm()[1].backward()
     assert mode.summary().sent == 3, "and nothing after it"
+
+
+@pytest.mark.parametrize("function", ATEN)
+def test_each_function_that_a_record_names_is_sent_as_its_operator(client: Client, function: str) -> None:
+    record = OPERATORS[ATEN[function]]
+    call = record.build()
+    contents = record.make_inputs(call, np.random.default_rng(5))
+    tensors = {name: None if array is None else torch.from_numpy(array) for name, array in contents.items()}
+    binding: Any = record.binding
+    with remote(client, min_bytes=0) as mode:
+        found = binding.call(torch.ops, {**tensors, **call.attrs})
+    assert [(row.operator, row.is_sent, row.calls) for row in mode.summary().rows] == [(record.name, True, 1)]
+    assert_near(found, binding.call(torch.ops, {**tensors, **call.attrs}))
 
 
 def test_a_call_is_validated_once_and_one_like_it_not_at_all(client: Client) -> None:
