@@ -40,6 +40,9 @@ ATEN = {
     "native_group_norm_backward": "group_norm_backward",
     "native_layer_norm_backward": "layer_norm_backward",
     "grid_sampler_3d_backward": "grid_sampler_3d_backward",
+    "silu_backward": "silu_backward",
+    "gelu_backward": "gelu_backward_v2",
+    "_softmax_backward_data": "softmax_backward",
 }
 """Operators by the function of `torch.ops.aten` that computes the same from the same."""
 

@@ -37,8 +37,8 @@ class TorchBinding:
         made: Arguments that are not simply the record's: constants, keywords of another name, numbers that
             stand for texts. Each has a function of the record's values, arrays of numbers being lists.
         results: Which of the function's results are the record's outputs, in their order; empty for all.
-        back: Parameters and results that are not simply arguments when autograd calls the function. Each has
-            a function of the arguments by name: the value of a parameter, the type of a result.
+        back: Parameters that are not simply arguments when autograd calls the function. Each has
+            a function of the arguments by name.
         takes: Whether it passes a legal call on unchanged; some bindings do not. Operators of `aten` check
             less than `torch.nn` does: one that would read a null operand must not be given such a call.
             Nor do they check indices; the record's `data_check` has to.

@@ -121,13 +121,14 @@ def _by_binding(operator: str, func: Any, *args: Any, **kwargs: Any) -> Autograd
     given.update(zip(binding.positional, args, strict=False))
     taken = {name: found(given) for name, found in binding.back.items()}
     inputs = {p.name: taken.get(p.name, given.get(p.name)) for p in record.inputs}
+    asked = next((value for value in given.values() if isinstance(value, torch.dtype)), None)
     data = inputs[record.outputs[0].like]
     like = {p.name: tensor if (tensor := inputs[p.like]) is not None else data for p in record.outputs}
     return AutogradCall(
         operator,
         inputs,
         {p.name: _plain(taken.get(p.name, given.get(p.name))) for p in record.attrs},
-        {name: taken.get(name) or cast("Tensor", tensor).dtype for name, tensor in like.items()},
+        {name: asked or cast("Tensor", tensor).dtype for name, tensor in like.items()},
         is_single=len(func._schema.returns) == 1,
     )
 
