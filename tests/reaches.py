@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pytest
 
 from npugrad import OPERATORS, Product
-from npugrad.errors import UnsafeLevels
+from npugrad.errors import UnsafeIndices, UnsafeLevels
 from npugrad.layout import view
 from npugrad.meta import CallMeta
 from npugrad.operator import OpRecord
@@ -69,7 +69,7 @@ def prove(record: OpRecord, call: CallMeta, compute: Compute) -> None:
 
     def results(changes: Mapping[str, Array]) -> dict[str, bytes]:
         arrays = _arrays(call, {**contents, **changes})
-        record.data_check(arrays)
+        record.data_check(arrays, call.attrs)
         return {name: array.tobytes() for name, array in compute(record, call, arrays).items()}
 
     before = results({})
@@ -79,7 +79,7 @@ def prove(record: OpRecord, call: CallMeta, compute: Compute) -> None:
     def changed(changes: Mapping[str, Array]) -> set[str]:
         try:
             return {name for name, bits in results(changes).items() if bits != before[name]}
-        except UnsafeLevels:
+        except (UnsafeIndices, UnsafeLevels):
             return {*before}
 
     for operands, outputs in _unreached(reaches, before).items():

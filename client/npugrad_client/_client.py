@@ -192,6 +192,7 @@ class Client(Operators):
             MalformedRequest: An attribute is missing, has the wrong type or is out of range.
             UnsafeLevels: The status would be 0, but a level extends beyond the value tensor; only found if
                 the levels are given as arrays.
+            UnsafeIndices: The same for an index that lies outside the tensor that it is for.
             WrongType: The operator has no parameter of this name, or an operand is neither an array nor a
                 `TensorMeta`.
             WrongValue: Unknown product.

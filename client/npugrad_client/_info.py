@@ -289,7 +289,7 @@ class Validation:
         record, known = self._record, self._arrays
         if not verdict.status and known.keys() >= {*record.checked_operands}:
             operands: dict[str, Any] = {**self._call.inputs, **known}  # of the others only the shape matters
-            record.data_check(operands)
+            record.data_check(operands, self._call.attrs)
         return verdict
 
 

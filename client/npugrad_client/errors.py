@@ -19,6 +19,7 @@ NpugradError                    .reason .operator .retryable .tries .request_id 
 │   ├── MalformedTensor         shape, strides, dtype and content are inconsistent
 │   ├── MalformedRequest        an attribute is missing, of the wrong type or out of range
 │   ├── UnsafeLevels            a level extends beyond the value tensor
+│   ├── UnsafeIndices           an index lies outside the tensor that it is for
 │   ├── InvalidRecipe           a recipe is invalid
 │   └── RecipeMismatch          the generated content does not match the recipe's digest
 └── OperatorError               the operator rejects the call    .code .constraint .violations .source
@@ -70,6 +71,7 @@ from npugrad.errors import (
     TenantRefused,
     TilingError,
     TransportError,
+    UnsafeIndices,
     UnsafeLevels,
     UnsupportedOperator,
     UsageError,
@@ -114,6 +116,7 @@ __all__ = [
     "TilingError",
     "TlsError",
     "TransportError",
+    "UnsafeIndices",
     "UnsafeLevels",
     "UnsupportedOperator",
     "UsageError",

@@ -125,6 +125,7 @@ ERRORS: tuple[ErrorRow, ...] = (
         "The content made from the recipe does not match the caller's digest.",
     ),
     ErrorRow("UNSAFE_LEVELS", None, _INVALID, False, "A level extends beyond the value tensor."),
+    ErrorRow("UNSAFE_INDICES", None, _INVALID, False, "An index lies outside the tensor that it is for."),
     ErrorRow("OPERATOR_UNSUPPORTED", None, "UNIMPLEMENTED", False, "Product or server lacks the operator."),
     ErrorRow("UNKNOWN_OPERATOR", None, "UNIMPLEMENTED", False, "There is no operator of this name."),
     ErrorRow(

@@ -7,7 +7,7 @@ NpugradError
 ├── UsageError                wrong usage, before anything is sent
 │   └── WrongType (a TypeError) · WrongValue (a ValueError) · ClientUnusable (a RuntimeError)
 ├── RequestError              the call is malformed           .reason .operator .operand
-│   └── MalformedTensor · MalformedRequest · UnsafeLevels · InvalidRecipe · RecipeMismatch
+│   └── MalformedTensor · MalformedRequest · UnsafeLevels · UnsafeIndices · InvalidRecipe · RecipeMismatch
 └── OperatorError             the operator rejects the call   .code .operator .constraint .violations .source
     ├── NullOperand (161001) · InvalidOperand (161002) · TilingError (561002)
     ├── UnsupportedOperator (561003 or 561103: operator missing)
@@ -401,6 +401,19 @@ class UnsafeLevels(RequestError):
     default_reason = "UNSAFE_LEVELS"
 
 
+class UnsafeIndices(RequestError):
+    """An index lies outside the tensor that it is for (UNSAFE_INDICES).
+
+    Example:
+        >>> try:
+        ...     grads = client.embedding_dense_backward(**call)
+        ... except UnsafeIndices as error:
+        ...     print(error.operand)
+    """
+
+    default_reason = "UNSAFE_INDICES"
+
+
 class InvalidRecipe(RequestError):
     """A recipe is invalid (RECIPE_INVALID).
 
@@ -566,6 +579,7 @@ _CLASS_BY_REASON: dict[str, type[NpugradError]] = {
     "RECIPE_INVALID": InvalidRecipe,
     "RECIPE_MISMATCH": RecipeMismatch,
     "UNSAFE_LEVELS": UnsafeLevels,
+    "UNSAFE_INDICES": UnsafeIndices,
     "OPERATOR_UNSUPPORTED": UnsupportedOperator,
     "UNKNOWN_OPERATOR": UnsupportedOperator,
     "DETERMINISM_UNSUPPORTED": OperatorError,

@@ -234,13 +234,15 @@ class OpRecord:
         determinism_check: From a legal call and the NPU's CANN release (None: unknown), why an NPU cannot
             honour the deterministic option for it, as operand, found and expected; None if it can.
         min_cann: Oldest CANN release with the operator.
-        data_check: Raises `UnsafeLevels` for operands whose values would lead it outside its tensors.
+        data_check: From operands and attributes, raises the error of `unsafe` for values that would lead it
+            outside its tensors.
         binding: torch_npu's binding of the operator; None if no version has one.
         references_by_rule: The reference under each coordinate rule, the service's own first; empty for
             operators without coordinates.
         sampled: The sampling points of a call, from its operands and attributes; None for operators whose
             results do not jump at pixel edges.
         checked_operands: Operands whose values `data_check` reads; of the others it may use only the shape.
+        unsafe: Reason of what `data_check` raises.
     """
 
     name: str
@@ -264,13 +266,14 @@ class OpRecord:
     determinism_check: Callable[[CallMeta, CannRelease | None], str | None]
     min_cann: str
     accepts_unchecked: Callable[[CallMeta], bool] = lambda call: False
-    data_check: Callable[[Arrays], None] = lambda inputs: None
+    data_check: Callable[[Arrays, Mapping[str, Any]], None] = lambda inputs, attrs: None
     binding: TorchBinding | None = None
     references_by_rule: Mapping[CoordinateRule, Reference] = field(
         default_factory=lambda: MappingProxyType({})
     )
     sampled: Callable[[Arrays, Mapping[str, Any]], SampledCall] | None = None
     checked_operands: tuple[str, ...] = ()
+    unsafe: str = "UNSAFE_LEVELS"
 
     @cached_property
     def inputs(self) -> tuple[TensorParam, ...]:

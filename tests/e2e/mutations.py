@@ -83,7 +83,7 @@ def foretell(record: OpRecord, data: bytes, *, chunked: bool) -> Foretold:
             name: None if meta is None else layout.view(meta, wire.contents[name].data or b"")
             for name, meta in wire.call.inputs.items()
         }
-        record.data_check(operands)
+        record.data_check(operands, wire.call.attrs)
     except NpugradError as error:
         return Foretold(error, {})
     return Foretold(None, local_results(record, wire.call, operands))

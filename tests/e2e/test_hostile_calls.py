@@ -175,7 +175,7 @@ def test_levels_outside_the_value_tensor(turns: int, client: Client, tally: Tall
                 changed = np.where(rng.random(old.shape) < (0.6 if turn else 1), wild, old)
                 arrays[name] = changed.astype(old.dtype)
             try:
-                MSDA.data_check(arrays)
+                MSDA.data_check(arrays, {})
             except UnsafeLevels as error:
                 with pytest.raises(UnsafeLevels, match=f"^{re.escape(str(error))}$"):
                     getattr(client, MSDA.name)(**arrays)

@@ -37,7 +37,7 @@ def levels_of(value: Tensor, spatial_shape: Tensor, level_start_index: Tensor) -
         "spatial_shape": spatial_shape.numpy(),
         "level_start_index": level_start_index.numpy(),
     }
-    get_operator(OPERATOR).data_check(operands)
+    get_operator(OPERATOR).data_check(operands, {})
     pairs = zip(level_start_index.tolist(), spatial_shape.tolist(), strict=True)
     return [(start, height, width) for start, (height, width) in pairs]
 

@@ -17,8 +17,8 @@ import numpy as np
 from npugrad._tools.settle import ROOT, settle
 from npugrad.attributes import KINDS
 from npugrad.dtypes import DType
-from npugrad.error_table import BY_CODE
-from npugrad.errors import InvalidOperand, NullOperand, TilingError
+from npugrad.error_table import BY_CODE, BY_REASON
+from npugrad.errors import InvalidOperand, NullOperand, TilingError, error_class
 from npugrad.generators import Draw
 from npugrad.operator import AttrParam, TensorParam
 from npugrad.ops import OPERATORS
@@ -232,7 +232,7 @@ def _raises(record: OpRecord) -> list[str]:
     what = "An attribute or option" if record.attrs else "An option"
     sentences["MalformedRequest"] = f"{what} has the wrong type or is out of range."
     if record.checked_operands:
-        sentences["UnsafeLevels"] = "A level extends beyond the value tensor."
+        sentences[error_class(record.unsafe).__name__] = BY_REASON[record.unsafe].sentence
     sentences["OperatorError"] = "The device does not support `deterministic` for this call."
     sentences["DeviceError"] = "The device failed, or `verify` found a wrong result."
     sentences["TransportError"] = "Connection, deadline, overload or shutdown; see `.retryable`."

@@ -328,7 +328,7 @@ MULTI_SCALE_DEFORMABLE_ATTENTION_GRAD = p.record(
     extra_tolerance=lambda inputs, attrs, output: 0.0,
     determinism_check=_determinism_check,
     min_cann="8.0",
-    data_check=check_levels,
+    data_check=lambda inputs, attrs: check_levels(inputs),
     sampled=Sampled,
     checked_operands=("spatial_shape", "level_start_index"),
 )

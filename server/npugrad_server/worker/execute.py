@@ -160,7 +160,7 @@ def _execute(backend: Backend, arenas: Arenas, call: WorkerCall, stream: int) ->
         inputs |= arrays(prepared.unused, arenas.zeros(nbytes), 0)
     for name in prepared.record.checked_operands:  # the copies that are checked are out of the caller's reach
         inputs[name] = np.array(inputs[name])
-    prepared.record.data_check(inputs)
+    prepared.record.data_check(inputs, prepared.meta.attrs)
     results = arrays(prepared.results, arenas.outputs, call.output_offset)
     outputs = dict(results)
     for name in prepared.moved:

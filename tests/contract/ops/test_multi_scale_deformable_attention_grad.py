@@ -38,7 +38,7 @@ def levels(*rows: tuple[int, int, int], keys: int = 16, dtype: Any = np.int64) -
 
 def complaint(inputs: dict[str, Any]) -> UnsafeLevels | None:
     try:
-        RECORD.data_check(inputs)
+        RECORD.data_check(inputs, {})
     except UnsafeLevels as error:
         return error
     return None
