@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from npugrad_client._async_client import AsyncClient
     from npugrad_client._client import Client
     from npugrad_client._generated_ops import (
+        BatchNormBackwardResult,
+        EmbeddingDenseBackwardResult,
         FusedFloydAttentionGradResult,
         GeluBackwardV2Result,
         GridSampler2DBackwardResult,
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
         GroupNormBackwardResult,
         LayerNormBackwardResult,
         MultiScaleDeformableAttentionGradResult,
+        NLLLossBackwardResult,
         SiluBackwardResult,
         SoftmaxBackwardResult,
     )
@@ -71,6 +74,7 @@ if TYPE_CHECKING:
         TilingError,
         TlsError,
         TransportError,
+        UnsafeIndices,
         UnsafeLevels,
         UnsupportedOperator,
         UsageError,
@@ -81,6 +85,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AsyncClient",
+    "BatchNormBackwardResult",
     "CallTooLarge",
     "Cancelled",
     "CircuitOpen",
@@ -92,6 +97,7 @@ __all__ = [
     "DeviceError",
     "DeviceInfo",
     "DeviceOutOfMemory",
+    "EmbeddingDenseBackwardResult",
     "ExecutionInfo",
     "FusedFloydAttentionGradResult",
     "GeluBackwardV2Result",
@@ -104,6 +110,7 @@ __all__ = [
     "MalformedRequest",
     "MalformedTensor",
     "MultiScaleDeformableAttentionGradResult",
+    "NLLLossBackwardResult",
     "NpugradError",
     "NullOperand",
     "OperatorError",
@@ -126,6 +133,7 @@ __all__ = [
     "Tls",
     "TlsError",
     "TransportError",
+    "UnsafeIndices",
     "UnsafeLevels",
     "UnsupportedOperator",
     "UsageError",

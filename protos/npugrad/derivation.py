@@ -6,7 +6,7 @@ import itertools
 import math
 from bisect import bisect_left
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, wraps
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -20,10 +20,11 @@ from npugrad.products import Product
 from npugrad.workloads import BENCH_SIZES, Workload, Workloads, named
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     import numpy.typing as npt
 
+    from npugrad.operator import Arrays
     from npugrad.page import Page
 
     Sizes = dict[str, Any]
@@ -43,10 +44,12 @@ class Calls:
     Attributes:
         page: The page.
         chosen: Sizes of the smallest call; by default the axes count up from 2, and ``*name`` is two axes.
+        finished: Adds to a call what no axis tells.
     """
 
     page: Page
     chosen: Mapping[str, Any]
+    finished: Callable[[CallMeta], CallMeta]
 
     @cached_property
     def sizes(self) -> Sizes:
@@ -70,7 +73,8 @@ class Calls:
         for axis in (each for each in axes if not each.isdigit()):
             allowed, number = self.page.limits.get(axis, ANY), next(numbers)
             one = allowed[min(bisect_left(allowed, number), len(allowed) - 1)]
-            sizes[axis.lstrip("*")] = (number, next(numbers)) if axis[0] == "*" else one
+            count = len(self.chosen.get(axis.lstrip("*"), (1, 1))) if axis[0] == "*" else 0
+            sizes[axis.lstrip("*")] = (number, *itertools.islice(numbers, count - 1)) if count else one
         return sizes
 
     def build(
@@ -94,10 +98,10 @@ class Calls:
         for param in self.page.inputs:
             own = param.dtypes.get(product) or next(iter(param.dtypes.values()))
             shape = self.page.shape_of(param.name, chosen)
-            meta = TensorMeta(own[0] if floats.isdisjoint(own) else dtype, shape)
+            meta = TensorMeta(dtype if own[0] in floats else own[0], shape)
             inputs[param.name] = meta if chosen.get(f"with_{param.name}", True) else None
         attrs = {name: chosen[name] for name in self.page.values}
-        return CallMeta(inputs=inputs, attrs=attrs, product=product)
+        return self.finished(CallMeta(inputs=inputs, attrs=attrs, product=product))
 
     # ---------------------------------------------------------------------------- samples
 
@@ -122,11 +126,12 @@ class Calls:
             yield f"{param.name}_broadcast", base.with_inputs(**{param.name: broadcast})
         for name, changed in self._changes():
             yield name, self.build(product=product, **changed)
-        shape = base.tensor(first.name).shape
+        wide = next((p.name for p in self.page.inputs if base.tensor(p.name).rank > 1), first.name)
+        shape = base.tensor(wide).shape
         if len(shape) > 1:  # the first axis repeated, the others in reversed order
             strides = (0, *(math.prod(shape[1:axis]) for axis in range(1, len(shape))))
             strided = TensorMeta(DType.FLOAT32, shape, strides=strides)
-            yield "strided", base.with_inputs(**{first.name: strided})
+            yield "strided", base.with_inputs(**{wide: strided})
 
     def _changes(self) -> Iterator[tuple[str, Sizes]]:
         """Yields combined values of attributes, masks with at most one bit, other ranks and sizes of 0."""
@@ -156,7 +161,7 @@ class Calls:
         return Workloads(
             named=named(*measured, *modelled),
             variants={name: values for name, values in self.values.items() if len(values) > 1},
-            uneven=self._sizes(itertools.cycle(_UNEVEN)),
+            uneven={**self.chosen, **self._sizes(itertools.cycle(_UNEVEN))},
         )
 
     def _elements(self, sizes: Sizes) -> int:
@@ -205,8 +210,31 @@ class Calls:
             meta = call.inputs[param.name]
             made[param.name] = array = None if meta is None else np.empty(meta.shape, meta.dtype.numpy)
             if array is not None:
-                fill(array.reshape(-1), param.draw or Draw("constant"), int(rng.integers(2**63)))
+                draw = param.draw or Draw("constant")
+                if param.name in self.page.bounds:
+                    bound = min(self.page.bounds[param.name](call), _held(array.dtype))
+                    draw = Draw("integers", (0.0, float(bound)))
+                fill(array.reshape(-1), draw, int(rng.integers(2**63)))
         return made
+
+
+def _held(dtype: np.dtype[Any]) -> int:
+    """How many whole numbers from 0 on a type holds without a gap, at most those that can be drawn."""
+    if dtype == np.bool_:
+        return 2
+    most = np.iinfo(dtype).max if dtype.kind in "iu" else 2 ** (np.finfo(dtype).nmant + 1) - 1
+    return min(int(most), 2**31 - 1) + 1
+
+
+def checked(reference: Callable[..., None], data_check: Callable[..., None]) -> Callable[..., None]:
+    """A reference that takes any values, after the check that comes before the operator everywhere."""
+
+    @wraps(reference)
+    def run(inputs: Arrays, attrs: Mapping[str, Any], outputs: Mapping[str, Any], **how: Any) -> None:
+        data_check(inputs, attrs)
+        reference(inputs, attrs, outputs, **how)
+
+    return run
 
 
 def _lengths(sizes: Mapping[str, Any]) -> dict[tuple[str, int | None], int]:

@@ -11,6 +11,7 @@ RENAMED = {
     "out": "output",
     "deterministic": "is_deterministic",
     "aclnnConvTbcBackward.self": "grad_output",
+    "aclnnEmbeddingDenseBackward.out": "grad_weight",
 }
 """Inputs and attributes whose own names a method of the client cannot have, of all functions or of one."""
 RESULTS = {"out": "grad_input", "result": "grad_input", "output": "grad_input"}

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from npugrad import changes
 from npugrad.citing import Citing
-from npugrad.derivation import MASK, Calls
+from npugrad.derivation import MASK, Calls, checked
 from npugrad.error_table import PARAM_INVALID
 from npugrad.generators import Draw
 from npugrad.meta import TensorMeta
@@ -83,6 +83,8 @@ class Page(Citing):
         leaders: Which axis of which input defines a size.
         limits: Sizes that may not be any number.
         values: Legal values of attributes, those of the smallest call first.
+        bounds: For operands of integers, from a call, one more than the largest; the smallest is 0.
+        unexamined: Calls that the vendor's source accepts before its checks, though they are checked here.
     """
 
     document: str
@@ -97,6 +99,8 @@ class Page(Citing):
     leaders: dict[str, tuple[str, int]] = field(default_factory=dict)
     limits: dict[str, Sequence[int]] = field(default_factory=dict)
     values: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+    bounds: dict[str, Callable[[CallMeta], int]] = field(default_factory=dict)
+    unexamined: Callable[[CallMeta], bool] = lambda call: False
     _constraints: dict[str, Constraint] = field(default_factory=dict)
     _applying: dict[Product, dict[str, Constraint]] = field(default_factory=dict)
     _not_expressible: list[NotExpressible] = field(default_factory=list)
@@ -110,12 +114,16 @@ class Page(Citing):
         """An input; `axes` names its sizes, such as ``n c *spatial`` where `spatial` is any number of axes.
 
         Instead of types, the name of an input with the same types and, by default, the same axes; `extra` is
-        the rest of `TensorParam`, its `axes` as `order`.
+        the rest of `TensorParam`, its `axes` as `order`, and for integers from 0 on, `below`: how many a call
+        may have.
         """
         if isinstance(dtypes, str):
             axes = axes or " ".join(self.axes[dtypes])
             dtypes = self.tensor(dtypes).dtypes
-        self._tensor(name, "input", {"dtypes": dtypes, "doc": doc, "draw": _NORMAL, **extra})
+        if "below" in extra:
+            self.bounds[name] = extra.pop("below")
+        draw = None if name in self.bounds else _NORMAL
+        self._tensor(name, "input", {"dtypes": dtypes, "doc": doc, "draw": draw, **extra})
         self.axes[name] = tuple(axes.split())
 
     def output(
@@ -286,7 +294,7 @@ class Page(Citing):
         self, identifier: str, candidates: changes.Candidates, vendor: object
     ) -> Callable[[CallMeta], CallMeta | None]:
         def violate(call: CallMeta) -> CallMeta | None:
-            if self.accepts_unchecked(call):
+            if self.accepts_unchecked(call) or self.unexamined(call):
                 return None
             changed = (each for each in candidates(call) if not self.accepts_unchecked(each))
             found = (each for each in changed if changes.breaks_only(identifier, self._applied(each), each))
@@ -370,16 +378,20 @@ class Page(Citing):
         name: str,
         *,
         sizes: Mapping[str, Any] | None = None,
+        finished: Callable[[CallMeta], CallMeta] = lambda call: call,
         models: Sequence[Workload] = (),
         **extra: Any,
     ) -> OpRecord:
         """The record: this page, what `Calls` derives from it, and further attributes of `OpRecord`.
 
-        The sizes are those of the smallest call; of the models' workloads the demo shows the first.
+        The sizes are those of the smallest call, which `finished` gives what no axis tells; of the models'
+        workloads the demo shows the first.
         """
-        calls = Calls(self, sizes or {})
+        calls = Calls(self, sizes or {}, finished)
         extra = {"workloads": None, **calls.derived(), **extra}
         extra["workloads"] = extra["workloads"] or calls.workloads(models)
+        if "data_check" in extra and "references_by_rule" not in extra:
+            extra["reference"] = checked(extra["reference"], extra["data_check"])
         made = chain.from_iterable(self.sources("parameters", each) for each in _MADE_BY_SERVICE)
         reason = "created by the service, never null"
         return OpRecord(

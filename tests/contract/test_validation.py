@@ -203,7 +203,7 @@ def worst_call(record: OpRecord, *, seed: int, null: bool) -> CallMeta:
         for i, p in enumerate(record.inputs)
     }
     wrong: dict[str, Any] = {"int64": -7, "double": float("nan"), "bool": True}
-    wrong |= {"bool_array": (True,) * 5, "int64_array": (7,) * 9, "string": "7"}
+    wrong |= {"bool_array": (True,) * 5, "int64_array": (7,) * 9, "string": "7", "uint64": 2**64 - 1}
     outputs = {p.name: None if null else TensorMeta("complex64", (2, 7)) for p in record.outputs}
     return make_call(
         record,
@@ -274,7 +274,7 @@ from npugrad.meta import CallMeta
 from npugrad.validation import validate_call
 for record in OPERATORS.values():
     metas = {p.name: TensorMeta("int16", (3, 5), "FRACTAL_NZ") for p in record.inputs}
-    wrong = {"int64": -7, "double": 1.0, "bool": True, "string": "7"}
+    wrong = {"int64": -7, "uint64": 2**64 - 1, "double": 1.0, "bool": True, "string": "7"}
     wrong |= {"bool_array": (True,) * 5, "int64_array": (7,) * 9}
     attrs = {p.name: wrong[p.type] for p in record.attrs}
     call = CallMeta(metas, attrs, {p.name: None for p in record.outputs})

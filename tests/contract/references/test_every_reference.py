@@ -254,14 +254,18 @@ def test_scratch_memory_stays_within_the_budget(record: OpRecord, turn: int) -> 
         peaks = [_peak_bytes(record, inputs, call, outputs)]
         while min(peaks) > MOST and len(peaks) < 3:
             peaks.append(_peak_bytes(record, inputs, call, outputs))
-        # Blocks of a small part of the budget would be slow.
-        assert BUDGET // 8 < min(peaks) <= MOST, (derived.name, layout)
+        assert min(peaks) <= MOST, (derived.name, layout)
+        # Blocks of a small part of the budget would be slow, unless it takes no more at once.
+        is_slow = min(peaks) <= BUDGET // 8 < _peak_bytes(record, inputs, call, outputs, WHOLE)
+        assert not is_slow, (derived.name, layout)
 
 
-def _peak_bytes(record: OpRecord, inputs: Operands, call: CallMeta, outputs: dict[str, Array]) -> int:
+def _peak_bytes(
+    record: OpRecord, inputs: Operands, call: CallMeta, outputs: dict[str, Array], budget: int = BUDGET
+) -> int:
     tracemalloc.start()
     try:
-        reference_of(record)(inputs, call.attrs, outputs, scratch_bytes=BUDGET)
+        reference_of(record)(inputs, call.attrs, outputs, scratch_bytes=budget)
         return tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
