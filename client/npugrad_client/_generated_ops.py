@@ -43,6 +43,9 @@ ATEN = {
     "silu_backward": "silu_backward",
     "gelu_backward": "gelu_backward_v2",
     "_softmax_backward_data": "softmax_backward",
+    "native_batch_norm_backward": "batch_norm_backward",
+    "embedding_dense_backward": "embedding_dense_backward",
+    "nll_loss_backward": "nll_loss_backward",
 }
 """Operators by the function of `torch.ops.aten` that computes the same from the same."""
 
@@ -183,6 +186,49 @@ class SoftmaxBackwardResult(CallResults, Generic[Array]):
 
     Attributes:
         grad_input: (*S), a type of grad_output. Gradient of the input. float32, float16 or bfloat16.
+        info: Where the results come from, and how long each stage took.
+    """
+
+    grad_input: Array
+    info: ExecutionInfo
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class BatchNormBackwardResult(CallResults, Generic[Array]):
+    """Results of `batch_norm_backward`; None for masked-out outputs.
+
+    Attributes:
+        grad_input: Shape, dtype and format of grad_out. Gradient of input. float32, float16 or bfloat16.
+        grad_weight: (C), dtype of grad_out. Gradient of weight.
+        grad_bias: (C), dtype of grad_out. Gradient of the shift.
+        info: Where the results come from, and how long each stage took.
+    """
+
+    grad_input: Array | Any
+    grad_weight: Array | Any
+    grad_bias: Array | Any
+    info: ExecutionInfo
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class EmbeddingDenseBackwardResult(CallResults, Generic[Array]):
+    """Results of `embedding_dense_backward`.
+
+    Attributes:
+        grad_weight: (num_weights, D), dtype of grad. Gradient of the words.
+        info: Where the results come from, and how long each stage took.
+    """
+
+    grad_weight: Array
+    info: ExecutionInfo
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class NLLLossBackwardResult(CallResults, Generic[Array]):
+    """Results of `nll_loss_backward`.
+
+    Attributes:
+        grad_input: Shape and dtype of input. Gradient of input.
         info: Where the results come from, and how long each stage took.
     """
 
@@ -1016,6 +1062,286 @@ class Operators(ABC):
         )
         return SoftmaxBackwardResult(**results, info=info)
 
+    def batch_norm_backward(
+        self,
+        *,
+        grad_out: Operand | None = None,
+        input: Operand | None = None,
+        weight: Operand | None = None,
+        running_mean: Operand | None = None,
+        running_var: Operand | None = None,
+        save_mean: Operand | None = None,
+        save_invstd: Operand | None = None,
+        training: bool,
+        eps: float,
+        output_mask: Sequence[bool] | None,
+        out: Out | None = None,
+        timeout_s: float | None = None,
+        deterministic: bool = False,
+        priority: int = 0,
+        label: str = "",
+        verify: bool = False,
+        progress: bool | str | Callable[[Progress], None] = False,
+    ) -> BatchNormBackwardResult:
+        """Gradients of batch normalisation with respect to its input, weight and bias.
+
+        Vendor page: aclnnBatchNormBackward. `npugrad explain batch_norm_backward` lists its 50 constraints.
+
+        Args:
+            grad_out: (N, C, ...), rank 2 to 8. Gradient of the output. float32, float16 or bfloat16.
+            input: Shape, dtype and format of grad_out. The forward input. float32, float16 or bfloat16.
+            weight: (C), dtype of grad_out. Scale, ones when null.
+            running_mean: (C), dtype of grad_out. Mean if training is false, zeros when null.
+            running_var: (C), dtype of grad_out. Variance if training is false, not negative, ones when null.
+            save_mean: (C), dtype of grad_out. Mean if training is true, zeros when null; else (0) will do.
+            save_invstd: (C), dtype of grad_out. Reciprocal standard deviation if training is true, ones when
+                null; else (0) will do.
+            training: Whether the saved statistics were used, or the running ones.
+            eps: Added to running_var if training is false.
+            output_mask: Three bools: compute grad_input, grad_weight, grad_bias.
+            out: Declared outputs by name, which are validated as well: a TensorMeta, None for a null pointer,
+                or a writable NumPy array or torch CPU tensor to fill and return, whose content is undefined
+                after an error. Missing ones are inferred.
+            timeout_s: Deadline of the whole call in seconds; None for the client's default, math.inf for no
+                deadline.
+            deterministic: Request bitwise reproducible results.
+            priority: -100 to 100; calls of higher priority leave the queue first.
+            label: Name of the caller or experiment; a tenant's calls with different labels take turns.
+            verify: Have the server recompute the call with its float64 reference and fail if the result
+                differs.
+            progress: True, or a title, shows a progress bar with stage, bytes, rate and time left in a
+                terminal (on standard error) or notebook. A callable gets a `Progress` at each change of stage
+                and at most about 10 times a second, in a separate thread (the last reports in the calling
+                thread) or on the event loop; an exception it raises ends the call.
+
+        Returns:
+            grad_input: Shape, dtype and format of grad_out. Gradient of input. float32, float16 or bfloat16.
+            grad_weight: (C), dtype of grad_out. Gradient of weight.
+            grad_bias: (C), dtype of grad_out. Gradient of the shift.
+            info: Where the results come from, and how long each stage took.
+
+        Raises:
+            NullOperand: 161001. A required operand or attribute is null.
+            InvalidOperand: 161002. An operand or attribute breaks a documented rule.
+            MalformedTensor: Shape, strides and content of an operand are inconsistent.
+            RecipeMismatch: The content generated from a `Recipe` does not match its digest.
+            MalformedRequest: An attribute or option has the wrong type or is out of range.
+            OperatorError: The device does not support `deterministic` for this call.
+            DeviceError: The device failed, or `verify` found a wrong result.
+            TransportError: Connection, deadline, overload or shutdown; see `.retryable`.
+            WrongType: An argument is unknown or missing, an operand no array, or an attribute None.
+
+        Example:
+            >>> rng = np.random.default_rng(0)
+            >>> grads = client.batch_norm_backward(
+            ...     grad_out=rng.standard_normal((2, 3, 4, 5), "float32"),
+            ...     input=rng.standard_normal((2, 3, 4, 5), "float32"),
+            ...     weight=rng.normal(1, 0.25, (3,)).astype("float32"),
+            ...     running_mean=rng.normal(0, 0.1, (3,)).astype("float32"),
+            ...     running_var=rng.uniform(0.5, 2, (3,)).astype("float32"),
+            ...     save_mean=rng.normal(0, 0.1, (3,)).astype("float32"),
+            ...     save_invstd=rng.uniform(0.5, 2, (3,)).astype("float32"),
+            ...     training=True, eps=1e-05, output_mask=(True, True, True))
+            >>> grads.grad_input.shape
+            (2, 3, 4, 5)
+        """
+        results, info = self._run(
+            OPERATORS["batch_norm_backward"],
+            inputs={
+                "grad_out": grad_out,
+                "input": input,
+                "weight": weight,
+                "running_mean": running_mean,
+                "running_var": running_var,
+                "save_mean": save_mean,
+                "save_invstd": save_invstd,
+            },
+            attrs={"training": training, "eps": eps, "output_mask": output_mask},
+            out=out,
+            options=CallOptions(deterministic, priority, label, verify),
+            timeout_s=timeout_s,
+            progress=progress,
+        )
+        return BatchNormBackwardResult(**results, info=info)
+
+    def embedding_dense_backward(
+        self,
+        *,
+        grad: Operand | None = None,
+        indices: Operand | None = None,
+        num_weights: int,
+        padding_idx: int,
+        scale_grad_by_freq: bool,
+        out: Out | None = None,
+        timeout_s: float | None = None,
+        deterministic: bool = False,
+        priority: int = 0,
+        label: str = "",
+        verify: bool = False,
+        progress: bool | str | Callable[[Progress], None] = False,
+    ) -> EmbeddingDenseBackwardResult:
+        """Gradient of an embedding with respect to the vectors of its words.
+
+        Vendor page: aclnnEmbeddingDenseBackward. `npugrad explain embedding_dense_backward` lists its 16
+        constraints.
+
+        Args:
+            grad: (..., D), rank 2 to 8. Gradient of the embedded words. float32, float16 or bfloat16.
+            indices: One for each row of grad, rank 1 to 8. Its word, a whole number from 0 to num_weights -
+                1. int64, int32, int16, int8, uint8, bool, float32, float16 or float64.
+            num_weights: Number of words.
+            padding_idx: Word whose gradient is 0; num_weights or more for none, such as 2^64 - 1 for
+                PyTorch's -1.
+            scale_grad_by_freq: Whether the gradient of a word is divided by how often it occurs.
+            out: Declared outputs by name, which are validated as well: a TensorMeta, None for a null pointer,
+                or a writable NumPy array or torch CPU tensor to fill and return, whose content is undefined
+                after an error. Missing ones are inferred.
+            timeout_s: Deadline of the whole call in seconds; None for the client's default, math.inf for no
+                deadline.
+            deterministic: Request bitwise reproducible results.
+            priority: -100 to 100; calls of higher priority leave the queue first.
+            label: Name of the caller or experiment; a tenant's calls with different labels take turns.
+            verify: Have the server recompute the call with its float64 reference and fail if the result
+                differs.
+            progress: True, or a title, shows a progress bar with stage, bytes, rate and time left in a
+                terminal (on standard error) or notebook. A callable gets a `Progress` at each change of stage
+                and at most about 10 times a second, in a separate thread (the last reports in the calling
+                thread) or on the event loop; an exception it raises ends the call.
+
+        Returns:
+            grad_weight: (num_weights, D), dtype of grad. Gradient of the words.
+            info: Where the results come from, and how long each stage took.
+
+        Raises:
+            NullOperand: 161001. A required operand or attribute is null.
+            InvalidOperand: 161002. An operand or attribute breaks a documented rule.
+            TilingError: 561002. The sizes break a documented limit of the operator's tiling.
+            MalformedTensor: Shape, strides and content of an operand are inconsistent.
+            RecipeMismatch: The content generated from a `Recipe` does not match its digest.
+            MalformedRequest: An attribute or option has the wrong type or is out of range.
+            UnsafeIndices: An index lies outside the tensor that it is for.
+            OperatorError: The device does not support `deterministic` for this call.
+            DeviceError: The device failed, or `verify` found a wrong result.
+            TransportError: Connection, deadline, overload or shutdown; see `.retryable`.
+            WrongType: An argument is unknown or missing, an operand no array, or an attribute None.
+
+        Example:
+            >>> rng = np.random.default_rng(0)
+            >>> grads = client.embedding_dense_backward(
+            ...     grad=rng.standard_normal((2, 3, 4), "float32"),
+            ...     indices=np.array([[1, 2, 6], [1, 5, 6]], "int64"),
+            ...     num_weights=9, padding_idx=18446744073709551615, scale_grad_by_freq=False)
+            >>> grads.grad_weight.shape
+            (9, 4)
+        """
+        results, info = self._run(
+            OPERATORS["embedding_dense_backward"],
+            inputs={"grad": grad, "indices": indices},
+            attrs={
+                "num_weights": num_weights,
+                "padding_idx": padding_idx,
+                "scale_grad_by_freq": scale_grad_by_freq,
+            },
+            out=out,
+            options=CallOptions(deterministic, priority, label, verify),
+            timeout_s=timeout_s,
+            progress=progress,
+        )
+        return EmbeddingDenseBackwardResult(**results, info=info)
+
+    def nll_loss_backward(
+        self,
+        *,
+        grad_output: Operand | None = None,
+        input: Operand | None = None,
+        target: Operand | None = None,
+        weight: Operand | None = None,
+        reduction: int | str,
+        ignore_index: int,
+        total_weight: Operand | None = None,
+        out: Out | None = None,
+        timeout_s: float | None = None,
+        deterministic: bool = False,
+        priority: int = 0,
+        label: str = "",
+        verify: bool = False,
+        progress: bool | str | Callable[[Progress], None] = False,
+    ) -> NLLLossBackwardResult:
+        """Gradient of the negative log likelihood loss with respect to its input.
+
+        Vendor page: aclnnNLLLossBackward. `npugrad explain nll_loss_backward` lists its 26 constraints.
+
+        Args:
+            grad_output: (N) if reduction is 0 and input is (N, C), else (1) or (). Gradient of the loss.
+                float32, float16 or bfloat16.
+            input: (N, C) or (C), dtype of grad_output. The forward input, not read.
+            target: (N) or (), input without C. Class of each sample: 0 to C - 1, or ignore_index. int64,
+                uint8 or int32.
+            weight: (C), dtype of input. Weight of each class; ones where PyTorch has none.
+            reduction: Of the loss: 0 (none), 1 (mean) or 2 (sum). Or by name: "none", "mean" or "sum".
+            ignore_index: Target whose samples have no gradient.
+            total_weight: (1) or (), dtype of input. Sum of the weights of the targets, used if reduction is
+                mean.
+            out: Declared outputs by name, which are validated as well: a TensorMeta, None for a null pointer,
+                or a writable NumPy array or torch CPU tensor to fill and return, whose content is undefined
+                after an error. Missing ones are inferred.
+            timeout_s: Deadline of the whole call in seconds; None for the client's default, math.inf for no
+                deadline.
+            deterministic: Request bitwise reproducible results.
+            priority: -100 to 100; calls of higher priority leave the queue first.
+            label: Name of the caller or experiment; a tenant's calls with different labels take turns.
+            verify: Have the server recompute the call with its float64 reference and fail if the result
+                differs.
+            progress: True, or a title, shows a progress bar with stage, bytes, rate and time left in a
+                terminal (on standard error) or notebook. A callable gets a `Progress` at each change of stage
+                and at most about 10 times a second, in a separate thread (the last reports in the calling
+                thread) or on the event loop; an exception it raises ends the call.
+
+        Returns:
+            grad_input: Shape and dtype of input. Gradient of input.
+            info: Where the results come from, and how long each stage took.
+
+        Raises:
+            NullOperand: 161001. A required operand or attribute is null.
+            InvalidOperand: 161002. An operand or attribute breaks a documented rule.
+            MalformedTensor: Shape, strides and content of an operand are inconsistent.
+            RecipeMismatch: The content generated from a `Recipe` does not match its digest.
+            MalformedRequest: An attribute or option has the wrong type or is out of range.
+            UnsafeIndices: An index lies outside the tensor that it is for.
+            OperatorError: The device does not support `deterministic` for this call.
+            DeviceError: The device failed, or `verify` found a wrong result.
+            TransportError: Connection, deadline, overload or shutdown; see `.retryable`.
+            WrongType: An argument is unknown or missing, an operand no array, or an attribute None.
+
+        Example:
+            >>> rng = np.random.default_rng(0)
+            >>> grads = client.nll_loss_backward(
+            ...     grad_output=rng.standard_normal((3,), "float32"),
+            ...     input=rng.standard_normal((3, 4), "float32"),
+            ...     target=np.array([1, 1, 3], "int64"),
+            ...     weight=rng.standard_normal((4,), "float32"),
+            ...     total_weight=rng.uniform(0.5, 2, (1,)).astype("float32"),
+            ...     reduction="none", ignore_index=-100)
+            >>> grads.grad_input.shape
+            (3, 4)
+        """
+        results, info = self._run(
+            OPERATORS["nll_loss_backward"],
+            inputs={
+                "grad_output": grad_output,
+                "input": input,
+                "target": target,
+                "weight": weight,
+                "total_weight": total_weight,
+            },
+            attrs={"reduction": reduction, "ignore_index": ignore_index},
+            out=out,
+            options=CallOptions(deterministic, priority, label, verify),
+            timeout_s=timeout_s,
+            progress=progress,
+        )
+        return NLLLossBackwardResult(**results, info=info)
+
 
 @reports_usage
 class AsyncOperators(ABC):
@@ -1787,6 +2113,266 @@ class AsyncOperators(ABC):
         )
         return SoftmaxBackwardResult(**results, info=info)
 
+    async def batch_norm_backward(
+        self,
+        *,
+        grad_out: Operand | None = None,
+        input: Operand | None = None,
+        weight: Operand | None = None,
+        running_mean: Operand | None = None,
+        running_var: Operand | None = None,
+        save_mean: Operand | None = None,
+        save_invstd: Operand | None = None,
+        training: bool,
+        eps: float,
+        output_mask: Sequence[bool] | None,
+        out: Out | None = None,
+        timeout_s: float | None = None,
+        deterministic: bool = False,
+        priority: int = 0,
+        label: str = "",
+        verify: bool = False,
+        progress: bool | str | Callable[[Progress], None] = False,
+    ) -> BatchNormBackwardResult:
+        """Gradients of batch normalisation with respect to its input, weight and bias.
+
+        Vendor page: aclnnBatchNormBackward. `npugrad explain batch_norm_backward` lists its 50 constraints.
+
+        Args:
+            grad_out: (N, C, ...), rank 2 to 8. Gradient of the output. float32, float16 or bfloat16.
+            input: Shape, dtype and format of grad_out. The forward input. float32, float16 or bfloat16.
+            weight: (C), dtype of grad_out. Scale, ones when null.
+            running_mean: (C), dtype of grad_out. Mean if training is false, zeros when null.
+            running_var: (C), dtype of grad_out. Variance if training is false, not negative, ones when null.
+            save_mean: (C), dtype of grad_out. Mean if training is true, zeros when null; else (0) will do.
+            save_invstd: (C), dtype of grad_out. Reciprocal standard deviation if training is true, ones when
+                null; else (0) will do.
+            training: Whether the saved statistics were used, or the running ones.
+            eps: Added to running_var if training is false.
+            output_mask: Three bools: compute grad_input, grad_weight, grad_bias.
+            out: Declared outputs by name, which are validated as well: a TensorMeta, None for a null pointer,
+                or a writable NumPy array or torch CPU tensor to fill and return, whose content is undefined
+                after an error. Missing ones are inferred.
+            timeout_s: Deadline of the whole call in seconds; None for the client's default, math.inf for no
+                deadline.
+            deterministic: Request bitwise reproducible results.
+            priority: -100 to 100; calls of higher priority leave the queue first.
+            label: Name of the caller or experiment; a tenant's calls with different labels take turns.
+            verify: Have the server recompute the call with its float64 reference and fail if the result
+                differs.
+            progress: True, or a title, shows a progress bar with stage, bytes, rate and time left in a
+                terminal (on standard error) or notebook. A callable gets a `Progress` at each change of stage
+                and at most about 10 times a second, in a separate thread (the last reports in the calling
+                thread) or on the event loop; an exception it raises ends the call.
+
+        Returns:
+            grad_input: Shape, dtype and format of grad_out. Gradient of input. float32, float16 or bfloat16.
+            grad_weight: (C), dtype of grad_out. Gradient of weight.
+            grad_bias: (C), dtype of grad_out. Gradient of the shift.
+            info: Where the results come from, and how long each stage took.
+
+        Raises:
+            NullOperand: 161001. A required operand or attribute is null.
+            InvalidOperand: 161002. An operand or attribute breaks a documented rule.
+            MalformedTensor: Shape, strides and content of an operand are inconsistent.
+            RecipeMismatch: The content generated from a `Recipe` does not match its digest.
+            MalformedRequest: An attribute or option has the wrong type or is out of range.
+            OperatorError: The device does not support `deterministic` for this call.
+            DeviceError: The device failed, or `verify` found a wrong result.
+            TransportError: Connection, deadline, overload or shutdown; see `.retryable`.
+            WrongType: An argument is unknown or missing, an operand no array, or an attribute None.
+
+        Example:
+            >>> grads = await client.batch_norm_backward(**call)
+            >>> grads.grad_input.shape
+            (2, 3, 4, 5)
+        """
+        results, info = await self._run(
+            OPERATORS["batch_norm_backward"],
+            inputs={
+                "grad_out": grad_out,
+                "input": input,
+                "weight": weight,
+                "running_mean": running_mean,
+                "running_var": running_var,
+                "save_mean": save_mean,
+                "save_invstd": save_invstd,
+            },
+            attrs={"training": training, "eps": eps, "output_mask": output_mask},
+            out=out,
+            options=CallOptions(deterministic, priority, label, verify),
+            timeout_s=timeout_s,
+            progress=progress,
+        )
+        return BatchNormBackwardResult(**results, info=info)
+
+    async def embedding_dense_backward(
+        self,
+        *,
+        grad: Operand | None = None,
+        indices: Operand | None = None,
+        num_weights: int,
+        padding_idx: int,
+        scale_grad_by_freq: bool,
+        out: Out | None = None,
+        timeout_s: float | None = None,
+        deterministic: bool = False,
+        priority: int = 0,
+        label: str = "",
+        verify: bool = False,
+        progress: bool | str | Callable[[Progress], None] = False,
+    ) -> EmbeddingDenseBackwardResult:
+        """Gradient of an embedding with respect to the vectors of its words.
+
+        Vendor page: aclnnEmbeddingDenseBackward. `npugrad explain embedding_dense_backward` lists its 16
+        constraints.
+
+        Args:
+            grad: (..., D), rank 2 to 8. Gradient of the embedded words. float32, float16 or bfloat16.
+            indices: One for each row of grad, rank 1 to 8. Its word, a whole number from 0 to num_weights -
+                1. int64, int32, int16, int8, uint8, bool, float32, float16 or float64.
+            num_weights: Number of words.
+            padding_idx: Word whose gradient is 0; num_weights or more for none, such as 2^64 - 1 for
+                PyTorch's -1.
+            scale_grad_by_freq: Whether the gradient of a word is divided by how often it occurs.
+            out: Declared outputs by name, which are validated as well: a TensorMeta, None for a null pointer,
+                or a writable NumPy array or torch CPU tensor to fill and return, whose content is undefined
+                after an error. Missing ones are inferred.
+            timeout_s: Deadline of the whole call in seconds; None for the client's default, math.inf for no
+                deadline.
+            deterministic: Request bitwise reproducible results.
+            priority: -100 to 100; calls of higher priority leave the queue first.
+            label: Name of the caller or experiment; a tenant's calls with different labels take turns.
+            verify: Have the server recompute the call with its float64 reference and fail if the result
+                differs.
+            progress: True, or a title, shows a progress bar with stage, bytes, rate and time left in a
+                terminal (on standard error) or notebook. A callable gets a `Progress` at each change of stage
+                and at most about 10 times a second, in a separate thread (the last reports in the calling
+                thread) or on the event loop; an exception it raises ends the call.
+
+        Returns:
+            grad_weight: (num_weights, D), dtype of grad. Gradient of the words.
+            info: Where the results come from, and how long each stage took.
+
+        Raises:
+            NullOperand: 161001. A required operand or attribute is null.
+            InvalidOperand: 161002. An operand or attribute breaks a documented rule.
+            TilingError: 561002. The sizes break a documented limit of the operator's tiling.
+            MalformedTensor: Shape, strides and content of an operand are inconsistent.
+            RecipeMismatch: The content generated from a `Recipe` does not match its digest.
+            MalformedRequest: An attribute or option has the wrong type or is out of range.
+            UnsafeIndices: An index lies outside the tensor that it is for.
+            OperatorError: The device does not support `deterministic` for this call.
+            DeviceError: The device failed, or `verify` found a wrong result.
+            TransportError: Connection, deadline, overload or shutdown; see `.retryable`.
+            WrongType: An argument is unknown or missing, an operand no array, or an attribute None.
+
+        Example:
+            >>> grads = await client.embedding_dense_backward(**call)
+            >>> grads.grad_weight.shape
+            (9, 4)
+        """
+        results, info = await self._run(
+            OPERATORS["embedding_dense_backward"],
+            inputs={"grad": grad, "indices": indices},
+            attrs={
+                "num_weights": num_weights,
+                "padding_idx": padding_idx,
+                "scale_grad_by_freq": scale_grad_by_freq,
+            },
+            out=out,
+            options=CallOptions(deterministic, priority, label, verify),
+            timeout_s=timeout_s,
+            progress=progress,
+        )
+        return EmbeddingDenseBackwardResult(**results, info=info)
+
+    async def nll_loss_backward(
+        self,
+        *,
+        grad_output: Operand | None = None,
+        input: Operand | None = None,
+        target: Operand | None = None,
+        weight: Operand | None = None,
+        reduction: int | str,
+        ignore_index: int,
+        total_weight: Operand | None = None,
+        out: Out | None = None,
+        timeout_s: float | None = None,
+        deterministic: bool = False,
+        priority: int = 0,
+        label: str = "",
+        verify: bool = False,
+        progress: bool | str | Callable[[Progress], None] = False,
+    ) -> NLLLossBackwardResult:
+        """Gradient of the negative log likelihood loss with respect to its input.
+
+        Vendor page: aclnnNLLLossBackward. `npugrad explain nll_loss_backward` lists its 26 constraints.
+
+        Args:
+            grad_output: (N) if reduction is 0 and input is (N, C), else (1) or (). Gradient of the loss.
+                float32, float16 or bfloat16.
+            input: (N, C) or (C), dtype of grad_output. The forward input, not read.
+            target: (N) or (), input without C. Class of each sample: 0 to C - 1, or ignore_index. int64,
+                uint8 or int32.
+            weight: (C), dtype of input. Weight of each class; ones where PyTorch has none.
+            reduction: Of the loss: 0 (none), 1 (mean) or 2 (sum). Or by name: "none", "mean" or "sum".
+            ignore_index: Target whose samples have no gradient.
+            total_weight: (1) or (), dtype of input. Sum of the weights of the targets, used if reduction is
+                mean.
+            out: Declared outputs by name, which are validated as well: a TensorMeta, None for a null pointer,
+                or a writable NumPy array or torch CPU tensor to fill and return, whose content is undefined
+                after an error. Missing ones are inferred.
+            timeout_s: Deadline of the whole call in seconds; None for the client's default, math.inf for no
+                deadline.
+            deterministic: Request bitwise reproducible results.
+            priority: -100 to 100; calls of higher priority leave the queue first.
+            label: Name of the caller or experiment; a tenant's calls with different labels take turns.
+            verify: Have the server recompute the call with its float64 reference and fail if the result
+                differs.
+            progress: True, or a title, shows a progress bar with stage, bytes, rate and time left in a
+                terminal (on standard error) or notebook. A callable gets a `Progress` at each change of stage
+                and at most about 10 times a second, in a separate thread (the last reports in the calling
+                thread) or on the event loop; an exception it raises ends the call.
+
+        Returns:
+            grad_input: Shape and dtype of input. Gradient of input.
+            info: Where the results come from, and how long each stage took.
+
+        Raises:
+            NullOperand: 161001. A required operand or attribute is null.
+            InvalidOperand: 161002. An operand or attribute breaks a documented rule.
+            MalformedTensor: Shape, strides and content of an operand are inconsistent.
+            RecipeMismatch: The content generated from a `Recipe` does not match its digest.
+            MalformedRequest: An attribute or option has the wrong type or is out of range.
+            UnsafeIndices: An index lies outside the tensor that it is for.
+            OperatorError: The device does not support `deterministic` for this call.
+            DeviceError: The device failed, or `verify` found a wrong result.
+            TransportError: Connection, deadline, overload or shutdown; see `.retryable`.
+            WrongType: An argument is unknown or missing, an operand no array, or an attribute None.
+
+        Example:
+            >>> grads = await client.nll_loss_backward(**call)
+            >>> grads.grad_input.shape
+            (3, 4)
+        """
+        results, info = await self._run(
+            OPERATORS["nll_loss_backward"],
+            inputs={
+                "grad_output": grad_output,
+                "input": input,
+                "target": target,
+                "weight": weight,
+                "total_weight": total_weight,
+            },
+            attrs={"reduction": reduction, "ignore_index": ignore_index},
+            out=out,
+            options=CallOptions(deterministic, priority, label, verify),
+            timeout_s=timeout_s,
+            progress=progress,
+        )
+        return NLLLossBackwardResult(**results, info=info)
+
 
 @reports_usage
 class FutureOperators(ABC):
@@ -2142,6 +2728,131 @@ class FutureOperators(ABC):
                 "grad_output": grad_output,
                 "output": output,
                 "dim": dim,
+                "out": out,
+                "timeout_s": timeout_s,
+                "deterministic": deterministic,
+                "priority": priority,
+                "label": label,
+                "verify": verify,
+                "progress": progress,
+            },
+            copy,
+        )
+
+    def batch_norm_backward(
+        self,
+        *,
+        grad_out: Operand | None = None,
+        input: Operand | None = None,
+        weight: Operand | None = None,
+        running_mean: Operand | None = None,
+        running_var: Operand | None = None,
+        save_mean: Operand | None = None,
+        save_invstd: Operand | None = None,
+        training: bool,
+        eps: float,
+        output_mask: Sequence[bool] | None,
+        out: Out | None = None,
+        timeout_s: float | None = None,
+        deterministic: bool = False,
+        priority: int = 0,
+        label: str = "",
+        verify: bool = False,
+        progress: bool | str | Callable[[Progress], None] = False,
+        copy: bool = False,
+    ) -> Future[BatchNormBackwardResult]:
+        """Starts `Client.batch_norm_backward`; see there, and at `Submit` for `copy`."""
+        return self._start(
+            "batch_norm_backward",
+            {
+                "grad_out": grad_out,
+                "input": input,
+                "weight": weight,
+                "running_mean": running_mean,
+                "running_var": running_var,
+                "save_mean": save_mean,
+                "save_invstd": save_invstd,
+                "training": training,
+                "eps": eps,
+                "output_mask": output_mask,
+                "out": out,
+                "timeout_s": timeout_s,
+                "deterministic": deterministic,
+                "priority": priority,
+                "label": label,
+                "verify": verify,
+                "progress": progress,
+            },
+            copy,
+        )
+
+    def embedding_dense_backward(
+        self,
+        *,
+        grad: Operand | None = None,
+        indices: Operand | None = None,
+        num_weights: int,
+        padding_idx: int,
+        scale_grad_by_freq: bool,
+        out: Out | None = None,
+        timeout_s: float | None = None,
+        deterministic: bool = False,
+        priority: int = 0,
+        label: str = "",
+        verify: bool = False,
+        progress: bool | str | Callable[[Progress], None] = False,
+        copy: bool = False,
+    ) -> Future[EmbeddingDenseBackwardResult]:
+        """Starts `Client.embedding_dense_backward`; see there, and at `Submit` for `copy`."""
+        return self._start(
+            "embedding_dense_backward",
+            {
+                "grad": grad,
+                "indices": indices,
+                "num_weights": num_weights,
+                "padding_idx": padding_idx,
+                "scale_grad_by_freq": scale_grad_by_freq,
+                "out": out,
+                "timeout_s": timeout_s,
+                "deterministic": deterministic,
+                "priority": priority,
+                "label": label,
+                "verify": verify,
+                "progress": progress,
+            },
+            copy,
+        )
+
+    def nll_loss_backward(
+        self,
+        *,
+        grad_output: Operand | None = None,
+        input: Operand | None = None,
+        target: Operand | None = None,
+        weight: Operand | None = None,
+        reduction: int | str,
+        ignore_index: int,
+        total_weight: Operand | None = None,
+        out: Out | None = None,
+        timeout_s: float | None = None,
+        deterministic: bool = False,
+        priority: int = 0,
+        label: str = "",
+        verify: bool = False,
+        progress: bool | str | Callable[[Progress], None] = False,
+        copy: bool = False,
+    ) -> Future[NLLLossBackwardResult]:
+        """Starts `Client.nll_loss_backward`; see there, and at `Submit` for `copy`."""
+        return self._start(
+            "nll_loss_backward",
+            {
+                "grad_output": grad_output,
+                "input": input,
+                "target": target,
+                "weight": weight,
+                "reduction": reduction,
+                "ignore_index": ignore_index,
+                "total_weight": total_weight,
                 "out": out,
                 "timeout_s": timeout_s,
                 "deterministic": deterministic,

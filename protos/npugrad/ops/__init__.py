@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
     # What is loaded by name, for whoever follows imports, such as the check of layers.
     # generated: imports
+    from npugrad.ops.batch_norm_backward import BATCH_NORM_BACKWARD
+    from npugrad.ops.embedding_dense_backward import EMBEDDING_DENSE_BACKWARD
     from npugrad.ops.fused_floyd_attention_grad import FUSED_FLOYD_ATTENTION_GRAD
     from npugrad.ops.gelu_backward_v2 import GELU_BACKWARD_V2
     from npugrad.ops.grid_sampler_2d_backward import GRID_SAMPLER_2D_BACKWARD
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from npugrad.ops.group_norm_backward import GROUP_NORM_BACKWARD
     from npugrad.ops.layer_norm_backward import LAYER_NORM_BACKWARD
     from npugrad.ops.multi_scale_deformable_attention_grad import MULTI_SCALE_DEFORMABLE_ATTENTION_GRAD
+    from npugrad.ops.nll_loss_backward import NLL_LOSS_BACKWARD
     from npugrad.ops.silu_backward import SILU_BACKWARD
     from npugrad.ops.softmax_backward import SOFTMAX_BACKWARD
     # end of imports
@@ -38,6 +41,9 @@ _NAMES = (
     "silu_backward",
     "gelu_backward_v2",
     "softmax_backward",
+    "batch_norm_backward",
+    "embedding_dense_backward",
+    "nll_loss_backward",
     # end of names
 )
 """Modules of this package; the record of each has its name in capitals."""

@@ -26,6 +26,9 @@ class ExecuteHeader(google.protobuf.message.Message):
     SILU_BACKWARD_FIELD_NUMBER: builtins.int
     GELU_BACKWARD_V2_FIELD_NUMBER: builtins.int
     SOFTMAX_BACKWARD_FIELD_NUMBER: builtins.int
+    BATCH_NORM_BACKWARD_FIELD_NUMBER: builtins.int
+    EMBEDDING_DENSE_BACKWARD_FIELD_NUMBER: builtins.int
+    NLL_LOSS_BACKWARD_FIELD_NUMBER: builtins.int
     @property
     def multi_scale_deformable_attention_grad(self) -> npugrad.v1.operators_pb2.MultiScaleDeformableAttentionGradRequest:
         """A call of aclnnMultiScaleDeformableAttentionGrad."""
@@ -62,6 +65,18 @@ class ExecuteHeader(google.protobuf.message.Message):
     def softmax_backward(self) -> npugrad.v1.operators_pb2.SoftmaxBackwardRequest:
         """A call of aclnnSoftmaxBackward."""
 
+    @property
+    def batch_norm_backward(self) -> npugrad.v1.operators_pb2.BatchNormBackwardRequest:
+        """A call of aclnnBatchNormBackward."""
+
+    @property
+    def embedding_dense_backward(self) -> npugrad.v1.operators_pb2.EmbeddingDenseBackwardRequest:
+        """A call of aclnnEmbeddingDenseBackward."""
+
+    @property
+    def nll_loss_backward(self) -> npugrad.v1.operators_pb2.NLLLossBackwardRequest:
+        """A call of aclnnNLLLossBackward."""
+
     def __init__(
         self,
         *,
@@ -74,10 +89,13 @@ class ExecuteHeader(google.protobuf.message.Message):
         silu_backward: npugrad.v1.operators_pb2.SiluBackwardRequest | None = ...,
         gelu_backward_v2: npugrad.v1.operators_pb2.GeluBackwardV2Request | None = ...,
         softmax_backward: npugrad.v1.operators_pb2.SoftmaxBackwardRequest | None = ...,
+        batch_norm_backward: npugrad.v1.operators_pb2.BatchNormBackwardRequest | None = ...,
+        embedding_dense_backward: npugrad.v1.operators_pb2.EmbeddingDenseBackwardRequest | None = ...,
+        nll_loss_backward: npugrad.v1.operators_pb2.NLLLossBackwardRequest | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["call", b"call", "fused_floyd_attention_grad", b"fused_floyd_attention_grad", "gelu_backward_v2", b"gelu_backward_v2", "grid_sampler_2d_backward", b"grid_sampler_2d_backward", "grid_sampler_3d_backward", b"grid_sampler_3d_backward", "group_norm_backward", b"group_norm_backward", "layer_norm_backward", b"layer_norm_backward", "multi_scale_deformable_attention_grad", b"multi_scale_deformable_attention_grad", "silu_backward", b"silu_backward", "softmax_backward", b"softmax_backward"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["call", b"call", "fused_floyd_attention_grad", b"fused_floyd_attention_grad", "gelu_backward_v2", b"gelu_backward_v2", "grid_sampler_2d_backward", b"grid_sampler_2d_backward", "grid_sampler_3d_backward", b"grid_sampler_3d_backward", "group_norm_backward", b"group_norm_backward", "layer_norm_backward", b"layer_norm_backward", "multi_scale_deformable_attention_grad", b"multi_scale_deformable_attention_grad", "silu_backward", b"silu_backward", "softmax_backward", b"softmax_backward"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["call", b"call"]) -> typing.Literal["multi_scale_deformable_attention_grad", "grid_sampler_2d_backward", "group_norm_backward", "fused_floyd_attention_grad", "layer_norm_backward", "grid_sampler_3d_backward", "silu_backward", "gelu_backward_v2", "softmax_backward"] | None: ...
+    def HasField(self, field_name: typing.Literal["batch_norm_backward", b"batch_norm_backward", "call", b"call", "embedding_dense_backward", b"embedding_dense_backward", "fused_floyd_attention_grad", b"fused_floyd_attention_grad", "gelu_backward_v2", b"gelu_backward_v2", "grid_sampler_2d_backward", b"grid_sampler_2d_backward", "grid_sampler_3d_backward", b"grid_sampler_3d_backward", "group_norm_backward", b"group_norm_backward", "layer_norm_backward", b"layer_norm_backward", "multi_scale_deformable_attention_grad", b"multi_scale_deformable_attention_grad", "nll_loss_backward", b"nll_loss_backward", "silu_backward", b"silu_backward", "softmax_backward", b"softmax_backward"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["batch_norm_backward", b"batch_norm_backward", "call", b"call", "embedding_dense_backward", b"embedding_dense_backward", "fused_floyd_attention_grad", b"fused_floyd_attention_grad", "gelu_backward_v2", b"gelu_backward_v2", "grid_sampler_2d_backward", b"grid_sampler_2d_backward", "grid_sampler_3d_backward", b"grid_sampler_3d_backward", "group_norm_backward", b"group_norm_backward", "layer_norm_backward", b"layer_norm_backward", "multi_scale_deformable_attention_grad", b"multi_scale_deformable_attention_grad", "nll_loss_backward", b"nll_loss_backward", "silu_backward", b"silu_backward", "softmax_backward", b"softmax_backward"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["call", b"call"]) -> typing.Literal["multi_scale_deformable_attention_grad", "grid_sampler_2d_backward", "group_norm_backward", "fused_floyd_attention_grad", "layer_norm_backward", "grid_sampler_3d_backward", "silu_backward", "gelu_backward_v2", "softmax_backward", "batch_norm_backward", "embedding_dense_backward", "nll_loss_backward"] | None: ...
 
 global___ExecuteHeader = ExecuteHeader
 
@@ -96,6 +114,9 @@ class ExecuteResponseHeader(google.protobuf.message.Message):
     SILU_BACKWARD_FIELD_NUMBER: builtins.int
     GELU_BACKWARD_V2_FIELD_NUMBER: builtins.int
     SOFTMAX_BACKWARD_FIELD_NUMBER: builtins.int
+    BATCH_NORM_BACKWARD_FIELD_NUMBER: builtins.int
+    EMBEDDING_DENSE_BACKWARD_FIELD_NUMBER: builtins.int
+    NLL_LOSS_BACKWARD_FIELD_NUMBER: builtins.int
     @property
     def multi_scale_deformable_attention_grad(self) -> npugrad.v1.operators_pb2.MultiScaleDeformableAttentionGradResponse:
         """Results of aclnnMultiScaleDeformableAttentionGrad."""
@@ -132,6 +153,18 @@ class ExecuteResponseHeader(google.protobuf.message.Message):
     def softmax_backward(self) -> npugrad.v1.operators_pb2.SoftmaxBackwardResponse:
         """Results of aclnnSoftmaxBackward."""
 
+    @property
+    def batch_norm_backward(self) -> npugrad.v1.operators_pb2.BatchNormBackwardResponse:
+        """Results of aclnnBatchNormBackward."""
+
+    @property
+    def embedding_dense_backward(self) -> npugrad.v1.operators_pb2.EmbeddingDenseBackwardResponse:
+        """Results of aclnnEmbeddingDenseBackward."""
+
+    @property
+    def nll_loss_backward(self) -> npugrad.v1.operators_pb2.NLLLossBackwardResponse:
+        """Results of aclnnNLLLossBackward."""
+
     def __init__(
         self,
         *,
@@ -144,10 +177,13 @@ class ExecuteResponseHeader(google.protobuf.message.Message):
         silu_backward: npugrad.v1.operators_pb2.SiluBackwardResponse | None = ...,
         gelu_backward_v2: npugrad.v1.operators_pb2.GeluBackwardV2Response | None = ...,
         softmax_backward: npugrad.v1.operators_pb2.SoftmaxBackwardResponse | None = ...,
+        batch_norm_backward: npugrad.v1.operators_pb2.BatchNormBackwardResponse | None = ...,
+        embedding_dense_backward: npugrad.v1.operators_pb2.EmbeddingDenseBackwardResponse | None = ...,
+        nll_loss_backward: npugrad.v1.operators_pb2.NLLLossBackwardResponse | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["call", b"call", "fused_floyd_attention_grad", b"fused_floyd_attention_grad", "gelu_backward_v2", b"gelu_backward_v2", "grid_sampler_2d_backward", b"grid_sampler_2d_backward", "grid_sampler_3d_backward", b"grid_sampler_3d_backward", "group_norm_backward", b"group_norm_backward", "layer_norm_backward", b"layer_norm_backward", "multi_scale_deformable_attention_grad", b"multi_scale_deformable_attention_grad", "silu_backward", b"silu_backward", "softmax_backward", b"softmax_backward"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["call", b"call", "fused_floyd_attention_grad", b"fused_floyd_attention_grad", "gelu_backward_v2", b"gelu_backward_v2", "grid_sampler_2d_backward", b"grid_sampler_2d_backward", "grid_sampler_3d_backward", b"grid_sampler_3d_backward", "group_norm_backward", b"group_norm_backward", "layer_norm_backward", b"layer_norm_backward", "multi_scale_deformable_attention_grad", b"multi_scale_deformable_attention_grad", "silu_backward", b"silu_backward", "softmax_backward", b"softmax_backward"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["call", b"call"]) -> typing.Literal["multi_scale_deformable_attention_grad", "grid_sampler_2d_backward", "group_norm_backward", "fused_floyd_attention_grad", "layer_norm_backward", "grid_sampler_3d_backward", "silu_backward", "gelu_backward_v2", "softmax_backward"] | None: ...
+    def HasField(self, field_name: typing.Literal["batch_norm_backward", b"batch_norm_backward", "call", b"call", "embedding_dense_backward", b"embedding_dense_backward", "fused_floyd_attention_grad", b"fused_floyd_attention_grad", "gelu_backward_v2", b"gelu_backward_v2", "grid_sampler_2d_backward", b"grid_sampler_2d_backward", "grid_sampler_3d_backward", b"grid_sampler_3d_backward", "group_norm_backward", b"group_norm_backward", "layer_norm_backward", b"layer_norm_backward", "multi_scale_deformable_attention_grad", b"multi_scale_deformable_attention_grad", "nll_loss_backward", b"nll_loss_backward", "silu_backward", b"silu_backward", "softmax_backward", b"softmax_backward"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["batch_norm_backward", b"batch_norm_backward", "call", b"call", "embedding_dense_backward", b"embedding_dense_backward", "fused_floyd_attention_grad", b"fused_floyd_attention_grad", "gelu_backward_v2", b"gelu_backward_v2", "grid_sampler_2d_backward", b"grid_sampler_2d_backward", "grid_sampler_3d_backward", b"grid_sampler_3d_backward", "group_norm_backward", b"group_norm_backward", "layer_norm_backward", b"layer_norm_backward", "multi_scale_deformable_attention_grad", b"multi_scale_deformable_attention_grad", "nll_loss_backward", b"nll_loss_backward", "silu_backward", b"silu_backward", "softmax_backward", b"softmax_backward"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["call", b"call"]) -> typing.Literal["multi_scale_deformable_attention_grad", "grid_sampler_2d_backward", "group_norm_backward", "fused_floyd_attention_grad", "layer_norm_backward", "grid_sampler_3d_backward", "silu_backward", "gelu_backward_v2", "softmax_backward", "batch_norm_backward", "embedding_dense_backward", "nll_loss_backward"] | None: ...
 
 global___ExecuteResponseHeader = ExecuteResponseHeader
 

@@ -83,6 +83,21 @@ class BackwardServiceStub(object):
                 request_serializer=npugrad_dot_v1_dot_operators__pb2.SoftmaxBackwardRequest.SerializeToString,
                 response_deserializer=npugrad_dot_v1_dot_operators__pb2.SoftmaxBackwardResponse.FromString,
                 _registered_method=True)
+        self.BatchNormBackward = channel.unary_unary(
+                '/npugrad.v1.BackwardService/BatchNormBackward',
+                request_serializer=npugrad_dot_v1_dot_operators__pb2.BatchNormBackwardRequest.SerializeToString,
+                response_deserializer=npugrad_dot_v1_dot_operators__pb2.BatchNormBackwardResponse.FromString,
+                _registered_method=True)
+        self.EmbeddingDenseBackward = channel.unary_unary(
+                '/npugrad.v1.BackwardService/EmbeddingDenseBackward',
+                request_serializer=npugrad_dot_v1_dot_operators__pb2.EmbeddingDenseBackwardRequest.SerializeToString,
+                response_deserializer=npugrad_dot_v1_dot_operators__pb2.EmbeddingDenseBackwardResponse.FromString,
+                _registered_method=True)
+        self.NLLLossBackward = channel.unary_unary(
+                '/npugrad.v1.BackwardService/NLLLossBackward',
+                request_serializer=npugrad_dot_v1_dot_operators__pb2.NLLLossBackwardRequest.SerializeToString,
+                response_deserializer=npugrad_dot_v1_dot_operators__pb2.NLLLossBackwardResponse.FromString,
+                _registered_method=True)
         self.Execute = channel.stream_stream(
                 '/npugrad.v1.BackwardService/Execute',
                 request_serializer=npugrad_dot_v1_dot_backward__pb2.ExecuteRequest.SerializeToString,
@@ -163,6 +178,27 @@ class BackwardServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def BatchNormBackward(self, request, context):
+        """aclnnBatchNormBackward. Gradients of batch normalisation with respect to its input, weight and bias.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def EmbeddingDenseBackward(self, request, context):
+        """aclnnEmbeddingDenseBackward. Gradient of an embedding with respect to the vectors of its words.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def NLLLossBackward(self, request, context):
+        """aclnnNLLLossBackward. Gradient of the negative log likelihood loss with respect to its input.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Execute(self, request_iterator, context):
         """end of rpcs
 
@@ -220,6 +256,21 @@ def add_BackwardServiceServicer_to_server(servicer, server):
                     servicer.SoftmaxBackward,
                     request_deserializer=npugrad_dot_v1_dot_operators__pb2.SoftmaxBackwardRequest.FromString,
                     response_serializer=npugrad_dot_v1_dot_operators__pb2.SoftmaxBackwardResponse.SerializeToString,
+            ),
+            'BatchNormBackward': grpc.unary_unary_rpc_method_handler(
+                    servicer.BatchNormBackward,
+                    request_deserializer=npugrad_dot_v1_dot_operators__pb2.BatchNormBackwardRequest.FromString,
+                    response_serializer=npugrad_dot_v1_dot_operators__pb2.BatchNormBackwardResponse.SerializeToString,
+            ),
+            'EmbeddingDenseBackward': grpc.unary_unary_rpc_method_handler(
+                    servicer.EmbeddingDenseBackward,
+                    request_deserializer=npugrad_dot_v1_dot_operators__pb2.EmbeddingDenseBackwardRequest.FromString,
+                    response_serializer=npugrad_dot_v1_dot_operators__pb2.EmbeddingDenseBackwardResponse.SerializeToString,
+            ),
+            'NLLLossBackward': grpc.unary_unary_rpc_method_handler(
+                    servicer.NLLLossBackward,
+                    request_deserializer=npugrad_dot_v1_dot_operators__pb2.NLLLossBackwardRequest.FromString,
+                    response_serializer=npugrad_dot_v1_dot_operators__pb2.NLLLossBackwardResponse.SerializeToString,
             ),
             'Execute': grpc.stream_stream_rpc_method_handler(
                     servicer.Execute,
@@ -473,6 +524,87 @@ class BackwardService(object):
             '/npugrad.v1.BackwardService/SoftmaxBackward',
             npugrad_dot_v1_dot_operators__pb2.SoftmaxBackwardRequest.SerializeToString,
             npugrad_dot_v1_dot_operators__pb2.SoftmaxBackwardResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def BatchNormBackward(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/npugrad.v1.BackwardService/BatchNormBackward',
+            npugrad_dot_v1_dot_operators__pb2.BatchNormBackwardRequest.SerializeToString,
+            npugrad_dot_v1_dot_operators__pb2.BatchNormBackwardResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def EmbeddingDenseBackward(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/npugrad.v1.BackwardService/EmbeddingDenseBackward',
+            npugrad_dot_v1_dot_operators__pb2.EmbeddingDenseBackwardRequest.SerializeToString,
+            npugrad_dot_v1_dot_operators__pb2.EmbeddingDenseBackwardResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def NLLLossBackward(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/npugrad.v1.BackwardService/NLLLossBackward',
+            npugrad_dot_v1_dot_operators__pb2.NLLLossBackwardRequest.SerializeToString,
+            npugrad_dot_v1_dot_operators__pb2.NLLLossBackwardResponse.FromString,
             options,
             channel_credentials,
             insecure,

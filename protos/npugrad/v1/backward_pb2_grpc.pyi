@@ -87,6 +87,24 @@ class BackwardServiceStub:
     ]
     """aclnnSoftmaxBackward. Gradient of softmax along one axis, from its output."""
 
+    BatchNormBackward: grpc.UnaryUnaryMultiCallable[
+        npugrad.v1.operators_pb2.BatchNormBackwardRequest,
+        npugrad.v1.operators_pb2.BatchNormBackwardResponse,
+    ]
+    """aclnnBatchNormBackward. Gradients of batch normalisation with respect to its input, weight and bias."""
+
+    EmbeddingDenseBackward: grpc.UnaryUnaryMultiCallable[
+        npugrad.v1.operators_pb2.EmbeddingDenseBackwardRequest,
+        npugrad.v1.operators_pb2.EmbeddingDenseBackwardResponse,
+    ]
+    """aclnnEmbeddingDenseBackward. Gradient of an embedding with respect to the vectors of its words."""
+
+    NLLLossBackward: grpc.UnaryUnaryMultiCallable[
+        npugrad.v1.operators_pb2.NLLLossBackwardRequest,
+        npugrad.v1.operators_pb2.NLLLossBackwardResponse,
+    ]
+    """aclnnNLLLossBackward. Gradient of the negative log likelihood loss with respect to its input."""
+
     Execute: grpc.StreamStreamMultiCallable[
         npugrad.v1.backward_pb2.ExecuteRequest,
         npugrad.v1.backward_pb2.ExecuteResponse,
@@ -164,6 +182,24 @@ class BackwardServiceAsyncStub:
         npugrad.v1.operators_pb2.SoftmaxBackwardResponse,
     ]
     """aclnnSoftmaxBackward. Gradient of softmax along one axis, from its output."""
+
+    BatchNormBackward: grpc.aio.UnaryUnaryMultiCallable[
+        npugrad.v1.operators_pb2.BatchNormBackwardRequest,
+        npugrad.v1.operators_pb2.BatchNormBackwardResponse,
+    ]
+    """aclnnBatchNormBackward. Gradients of batch normalisation with respect to its input, weight and bias."""
+
+    EmbeddingDenseBackward: grpc.aio.UnaryUnaryMultiCallable[
+        npugrad.v1.operators_pb2.EmbeddingDenseBackwardRequest,
+        npugrad.v1.operators_pb2.EmbeddingDenseBackwardResponse,
+    ]
+    """aclnnEmbeddingDenseBackward. Gradient of an embedding with respect to the vectors of its words."""
+
+    NLLLossBackward: grpc.aio.UnaryUnaryMultiCallable[
+        npugrad.v1.operators_pb2.NLLLossBackwardRequest,
+        npugrad.v1.operators_pb2.NLLLossBackwardResponse,
+    ]
+    """aclnnNLLLossBackward. Gradient of the negative log likelihood loss with respect to its input."""
 
     Execute: grpc.aio.StreamStreamMultiCallable[
         npugrad.v1.backward_pb2.ExecuteRequest,
@@ -260,6 +296,30 @@ class BackwardServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[npugrad.v1.operators_pb2.SoftmaxBackwardResponse, collections.abc.Awaitable[npugrad.v1.operators_pb2.SoftmaxBackwardResponse]]:
         """aclnnSoftmaxBackward. Gradient of softmax along one axis, from its output."""
+
+    @abc.abstractmethod
+    def BatchNormBackward(
+        self,
+        request: npugrad.v1.operators_pb2.BatchNormBackwardRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[npugrad.v1.operators_pb2.BatchNormBackwardResponse, collections.abc.Awaitable[npugrad.v1.operators_pb2.BatchNormBackwardResponse]]:
+        """aclnnBatchNormBackward. Gradients of batch normalisation with respect to its input, weight and bias."""
+
+    @abc.abstractmethod
+    def EmbeddingDenseBackward(
+        self,
+        request: npugrad.v1.operators_pb2.EmbeddingDenseBackwardRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[npugrad.v1.operators_pb2.EmbeddingDenseBackwardResponse, collections.abc.Awaitable[npugrad.v1.operators_pb2.EmbeddingDenseBackwardResponse]]:
+        """aclnnEmbeddingDenseBackward. Gradient of an embedding with respect to the vectors of its words."""
+
+    @abc.abstractmethod
+    def NLLLossBackward(
+        self,
+        request: npugrad.v1.operators_pb2.NLLLossBackwardRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[npugrad.v1.operators_pb2.NLLLossBackwardResponse, collections.abc.Awaitable[npugrad.v1.operators_pb2.NLLLossBackwardResponse]]:
+        """aclnnNLLLossBackward. Gradient of the negative log likelihood loss with respect to its input."""
 
     @abc.abstractmethod
     def Execute(

@@ -1314,3 +1314,323 @@ class SoftmaxBackwardResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["grad_input", b"grad_input", "info", b"info"]) -> None: ...
 
 global___SoftmaxBackwardResponse = SoftmaxBackwardResponse
+
+@typing.final
+class BatchNormBackwardRequest(google.protobuf.message.Message):
+    """Operands of aclnnBatchNormBackward."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    OPTIONS_FIELD_NUMBER: builtins.int
+    GRAD_OUT_FIELD_NUMBER: builtins.int
+    INPUT_FIELD_NUMBER: builtins.int
+    WEIGHT_FIELD_NUMBER: builtins.int
+    RUNNING_MEAN_FIELD_NUMBER: builtins.int
+    RUNNING_VAR_FIELD_NUMBER: builtins.int
+    SAVE_MEAN_FIELD_NUMBER: builtins.int
+    SAVE_INVSTD_FIELD_NUMBER: builtins.int
+    TRAINING_FIELD_NUMBER: builtins.int
+    EPS_FIELD_NUMBER: builtins.int
+    OUTPUT_MASK_FIELD_NUMBER: builtins.int
+    GRAD_INPUT_FIELD_NUMBER: builtins.int
+    GRAD_WEIGHT_FIELD_NUMBER: builtins.int
+    GRAD_BIAS_FIELD_NUMBER: builtins.int
+    training: builtins.bool
+    """Whether the saved statistics were used, or the running ones."""
+    eps: builtins.float
+    """Added to running_var if training is false."""
+    @property
+    def options(self) -> global___CallOptions:
+        """Options of the call."""
+
+    @property
+    def grad_out(self) -> npugrad.v1.tensor_pb2.Tensor:
+        """(N, C, ...), rank 2 to 8. Gradient of the output."""
+
+    @property
+    def input(self) -> npugrad.v1.tensor_pb2.Tensor:
+        """Shape, dtype and format of grad_out. The forward input."""
+
+    @property
+    def weight(self) -> npugrad.v1.tensor_pb2.Tensor:
+        """(C), dtype of grad_out. Scale, ones when null."""
+
+    @property
+    def running_mean(self) -> npugrad.v1.tensor_pb2.Tensor:
+        """(C), dtype of grad_out. Mean if training is false, zeros when null."""
+
+    @property
+    def running_var(self) -> npugrad.v1.tensor_pb2.Tensor:
+        """(C), dtype of grad_out. Variance if training is false, not negative, ones when null."""
+
+    @property
+    def save_mean(self) -> npugrad.v1.tensor_pb2.Tensor:
+        """(C), dtype of grad_out. Mean if training is true, zeros when null; else (0) will do."""
+
+    @property
+    def save_invstd(self) -> npugrad.v1.tensor_pb2.Tensor:
+        """(C), dtype of grad_out. Reciprocal standard deviation if training is true, ones when null; else (0) will
+        do.
+        """
+
+    @property
+    def output_mask(self) -> npugrad.v1.tensor_pb2.BoolArray:
+        """Three bools: compute grad_input, grad_weight, grad_bias."""
+
+    @property
+    def grad_input(self) -> npugrad.v1.tensor_pb2.DeclaredOutput:
+        """Declares the result grad_input."""
+
+    @property
+    def grad_weight(self) -> npugrad.v1.tensor_pb2.DeclaredOutput:
+        """Declares the result grad_weight."""
+
+    @property
+    def grad_bias(self) -> npugrad.v1.tensor_pb2.DeclaredOutput:
+        """Declares the result grad_bias."""
+
+    def __init__(
+        self,
+        *,
+        options: global___CallOptions | None = ...,
+        grad_out: npugrad.v1.tensor_pb2.Tensor | None = ...,
+        input: npugrad.v1.tensor_pb2.Tensor | None = ...,
+        weight: npugrad.v1.tensor_pb2.Tensor | None = ...,
+        running_mean: npugrad.v1.tensor_pb2.Tensor | None = ...,
+        running_var: npugrad.v1.tensor_pb2.Tensor | None = ...,
+        save_mean: npugrad.v1.tensor_pb2.Tensor | None = ...,
+        save_invstd: npugrad.v1.tensor_pb2.Tensor | None = ...,
+        training: builtins.bool | None = ...,
+        eps: builtins.float | None = ...,
+        output_mask: npugrad.v1.tensor_pb2.BoolArray | None = ...,
+        grad_input: npugrad.v1.tensor_pb2.DeclaredOutput | None = ...,
+        grad_weight: npugrad.v1.tensor_pb2.DeclaredOutput | None = ...,
+        grad_bias: npugrad.v1.tensor_pb2.DeclaredOutput | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_eps", b"_eps", "_training", b"_training", "eps", b"eps", "grad_bias", b"grad_bias", "grad_input", b"grad_input", "grad_out", b"grad_out", "grad_weight", b"grad_weight", "input", b"input", "options", b"options", "output_mask", b"output_mask", "running_mean", b"running_mean", "running_var", b"running_var", "save_invstd", b"save_invstd", "save_mean", b"save_mean", "training", b"training", "weight", b"weight"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_eps", b"_eps", "_training", b"_training", "eps", b"eps", "grad_bias", b"grad_bias", "grad_input", b"grad_input", "grad_out", b"grad_out", "grad_weight", b"grad_weight", "input", b"input", "options", b"options", "output_mask", b"output_mask", "running_mean", b"running_mean", "running_var", b"running_var", "save_invstd", b"save_invstd", "save_mean", b"save_mean", "training", b"training", "weight", b"weight"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_eps", b"_eps"]) -> typing.Literal["eps"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_training", b"_training"]) -> typing.Literal["training"] | None: ...
+
+global___BatchNormBackwardRequest = BatchNormBackwardRequest
+
+@typing.final
+class BatchNormBackwardResponse(google.protobuf.message.Message):
+    """Results of aclnnBatchNormBackward; masked-out ones are unset."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    INFO_FIELD_NUMBER: builtins.int
+    GRAD_INPUT_FIELD_NUMBER: builtins.int
+    GRAD_WEIGHT_FIELD_NUMBER: builtins.int
+    GRAD_BIAS_FIELD_NUMBER: builtins.int
+    @property
+    def info(self) -> global___ExecutionInfo:
+        """What produced the results."""
+
+    @property
+    def grad_input(self) -> npugrad.v1.tensor_pb2.Tensor:
+        """Shape, dtype and format of grad_out. Gradient of input."""
+
+    @property
+    def grad_weight(self) -> npugrad.v1.tensor_pb2.Tensor:
+        """(C), dtype of grad_out. Gradient of weight."""
+
+    @property
+    def grad_bias(self) -> npugrad.v1.tensor_pb2.Tensor:
+        """(C), dtype of grad_out. Gradient of the shift."""
+
+    def __init__(
+        self,
+        *,
+        info: global___ExecutionInfo | None = ...,
+        grad_input: npugrad.v1.tensor_pb2.Tensor | None = ...,
+        grad_weight: npugrad.v1.tensor_pb2.Tensor | None = ...,
+        grad_bias: npugrad.v1.tensor_pb2.Tensor | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["grad_bias", b"grad_bias", "grad_input", b"grad_input", "grad_weight", b"grad_weight", "info", b"info"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["grad_bias", b"grad_bias", "grad_input", b"grad_input", "grad_weight", b"grad_weight", "info", b"info"]) -> None: ...
+
+global___BatchNormBackwardResponse = BatchNormBackwardResponse
+
+@typing.final
+class EmbeddingDenseBackwardRequest(google.protobuf.message.Message):
+    """Operands of aclnnEmbeddingDenseBackward."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    OPTIONS_FIELD_NUMBER: builtins.int
+    GRAD_FIELD_NUMBER: builtins.int
+    INDICES_FIELD_NUMBER: builtins.int
+    NUM_WEIGHTS_FIELD_NUMBER: builtins.int
+    PADDING_IDX_FIELD_NUMBER: builtins.int
+    SCALE_GRAD_BY_FREQ_FIELD_NUMBER: builtins.int
+    GRAD_WEIGHT_FIELD_NUMBER: builtins.int
+    num_weights: builtins.int
+    """Number of words."""
+    padding_idx: builtins.int
+    """Word whose gradient is 0; num_weights or more for none, such as 2^64 - 1 for PyTorch's -1."""
+    scale_grad_by_freq: builtins.bool
+    """Whether the gradient of a word is divided by how often it occurs."""
+    @property
+    def options(self) -> global___CallOptions:
+        """Options of the call."""
+
+    @property
+    def grad(self) -> npugrad.v1.tensor_pb2.Tensor:
+        """(..., D), rank 2 to 8. Gradient of the embedded words."""
+
+    @property
+    def indices(self) -> npugrad.v1.tensor_pb2.Tensor:
+        """One for each row of grad, rank 1 to 8. Its word, a whole number from 0 to num_weights - 1."""
+
+    @property
+    def grad_weight(self) -> npugrad.v1.tensor_pb2.DeclaredOutput:
+        """Declares the result grad_weight."""
+
+    def __init__(
+        self,
+        *,
+        options: global___CallOptions | None = ...,
+        grad: npugrad.v1.tensor_pb2.Tensor | None = ...,
+        indices: npugrad.v1.tensor_pb2.Tensor | None = ...,
+        num_weights: builtins.int | None = ...,
+        padding_idx: builtins.int | None = ...,
+        scale_grad_by_freq: builtins.bool | None = ...,
+        grad_weight: npugrad.v1.tensor_pb2.DeclaredOutput | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_num_weights", b"_num_weights", "_padding_idx", b"_padding_idx", "_scale_grad_by_freq", b"_scale_grad_by_freq", "grad", b"grad", "grad_weight", b"grad_weight", "indices", b"indices", "num_weights", b"num_weights", "options", b"options", "padding_idx", b"padding_idx", "scale_grad_by_freq", b"scale_grad_by_freq"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_num_weights", b"_num_weights", "_padding_idx", b"_padding_idx", "_scale_grad_by_freq", b"_scale_grad_by_freq", "grad", b"grad", "grad_weight", b"grad_weight", "indices", b"indices", "num_weights", b"num_weights", "options", b"options", "padding_idx", b"padding_idx", "scale_grad_by_freq", b"scale_grad_by_freq"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_num_weights", b"_num_weights"]) -> typing.Literal["num_weights"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_padding_idx", b"_padding_idx"]) -> typing.Literal["padding_idx"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_scale_grad_by_freq", b"_scale_grad_by_freq"]) -> typing.Literal["scale_grad_by_freq"] | None: ...
+
+global___EmbeddingDenseBackwardRequest = EmbeddingDenseBackwardRequest
+
+@typing.final
+class EmbeddingDenseBackwardResponse(google.protobuf.message.Message):
+    """Results of aclnnEmbeddingDenseBackward."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    INFO_FIELD_NUMBER: builtins.int
+    GRAD_WEIGHT_FIELD_NUMBER: builtins.int
+    @property
+    def info(self) -> global___ExecutionInfo:
+        """What produced the results."""
+
+    @property
+    def grad_weight(self) -> npugrad.v1.tensor_pb2.Tensor:
+        """(num_weights, D), dtype of grad. Gradient of the words."""
+
+    def __init__(
+        self,
+        *,
+        info: global___ExecutionInfo | None = ...,
+        grad_weight: npugrad.v1.tensor_pb2.Tensor | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["grad_weight", b"grad_weight", "info", b"info"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["grad_weight", b"grad_weight", "info", b"info"]) -> None: ...
+
+global___EmbeddingDenseBackwardResponse = EmbeddingDenseBackwardResponse
+
+@typing.final
+class NLLLossBackwardRequest(google.protobuf.message.Message):
+    """Operands of aclnnNLLLossBackward."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    OPTIONS_FIELD_NUMBER: builtins.int
+    GRAD_OUTPUT_FIELD_NUMBER: builtins.int
+    INPUT_FIELD_NUMBER: builtins.int
+    TARGET_FIELD_NUMBER: builtins.int
+    WEIGHT_FIELD_NUMBER: builtins.int
+    REDUCTION_FIELD_NUMBER: builtins.int
+    IGNORE_INDEX_FIELD_NUMBER: builtins.int
+    TOTAL_WEIGHT_FIELD_NUMBER: builtins.int
+    GRAD_INPUT_FIELD_NUMBER: builtins.int
+    reduction: builtins.int
+    """Of the loss: 0 (none), 1 (mean) or 2 (sum)."""
+    ignore_index: builtins.int
+    """Target whose samples have no gradient."""
+    @property
+    def options(self) -> global___CallOptions:
+        """Options of the call."""
+
+    @property
+    def grad_output(self) -> npugrad.v1.tensor_pb2.Tensor:
+        """(N) if reduction is 0 and input is (N, C), else (1) or (). Gradient of the loss."""
+
+    @property
+    def input(self) -> npugrad.v1.tensor_pb2.Tensor:
+        """(N, C) or (C), dtype of grad_output. The forward input, not read."""
+
+    @property
+    def target(self) -> npugrad.v1.tensor_pb2.Tensor:
+        """(N) or (), input without C. Class of each sample: 0 to C - 1, or ignore_index."""
+
+    @property
+    def weight(self) -> npugrad.v1.tensor_pb2.Tensor:
+        """(C), dtype of input. Weight of each class; ones where PyTorch has none."""
+
+    @property
+    def total_weight(self) -> npugrad.v1.tensor_pb2.Tensor:
+        """(1) or (), dtype of input. Sum of the weights of the targets, used if reduction is mean."""
+
+    @property
+    def grad_input(self) -> npugrad.v1.tensor_pb2.DeclaredOutput:
+        """Declares the result grad_input."""
+
+    def __init__(
+        self,
+        *,
+        options: global___CallOptions | None = ...,
+        grad_output: npugrad.v1.tensor_pb2.Tensor | None = ...,
+        input: npugrad.v1.tensor_pb2.Tensor | None = ...,
+        target: npugrad.v1.tensor_pb2.Tensor | None = ...,
+        weight: npugrad.v1.tensor_pb2.Tensor | None = ...,
+        reduction: builtins.int | None = ...,
+        ignore_index: builtins.int | None = ...,
+        total_weight: npugrad.v1.tensor_pb2.Tensor | None = ...,
+        grad_input: npugrad.v1.tensor_pb2.DeclaredOutput | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_ignore_index", b"_ignore_index", "_reduction", b"_reduction", "grad_input", b"grad_input", "grad_output", b"grad_output", "ignore_index", b"ignore_index", "input", b"input", "options", b"options", "reduction", b"reduction", "target", b"target", "total_weight", b"total_weight", "weight", b"weight"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_ignore_index", b"_ignore_index", "_reduction", b"_reduction", "grad_input", b"grad_input", "grad_output", b"grad_output", "ignore_index", b"ignore_index", "input", b"input", "options", b"options", "reduction", b"reduction", "target", b"target", "total_weight", b"total_weight", "weight", b"weight"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_ignore_index", b"_ignore_index"]) -> typing.Literal["ignore_index"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_reduction", b"_reduction"]) -> typing.Literal["reduction"] | None: ...
+
+global___NLLLossBackwardRequest = NLLLossBackwardRequest
+
+@typing.final
+class NLLLossBackwardResponse(google.protobuf.message.Message):
+    """Results of aclnnNLLLossBackward."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    INFO_FIELD_NUMBER: builtins.int
+    GRAD_INPUT_FIELD_NUMBER: builtins.int
+    @property
+    def info(self) -> global___ExecutionInfo:
+        """What produced the results."""
+
+    @property
+    def grad_input(self) -> npugrad.v1.tensor_pb2.Tensor:
+        """Shape and dtype of input. Gradient of input."""
+
+    def __init__(
+        self,
+        *,
+        info: global___ExecutionInfo | None = ...,
+        grad_input: npugrad.v1.tensor_pb2.Tensor | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["grad_input", b"grad_input", "info", b"info"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["grad_input", b"grad_input", "info", b"info"]) -> None: ...
+
+global___NLLLossBackwardResponse = NLLLossBackwardResponse
