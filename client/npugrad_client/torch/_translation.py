@@ -172,9 +172,10 @@ def _layer_norm(
     )
 
 
-_FUNCTIONS = {getattr(torch.ops.aten, name).default: operator for name, operator in ATEN.items()}
+_ATEN = torch.ops.aten
+_FUNCTIONS = {getattr(_ATEN, name).default: op for name, op in ATEN.items() if hasattr(_ATEN, name)}
 TRANSLATIONS: dict[Any, Callable[..., AutogradCall]] = {
-    **{func: partial(_by_binding, operator, func) for func, operator in _FUNCTIONS.items()},
+    **{func: partial(_by_binding, op, func) for func, op in _FUNCTIONS.items()},
     torch.ops.aten.native_layer_norm_backward.default: _layer_norm,
 }
 """Translations by autograd's operator; all other operators pass through."""

@@ -1,7 +1,7 @@
 """Starts a new operator from its official page: `make new-operator PAGE=aclnnRmsNormGrad.md`.
 
-Writes record, workloads, reference, tests and the rows of the page; the rest follows from the record. What a
-page does not specify becomes a TODO, which fails a test with its step number.
+Writes the record, its reference, a test and where the vendor's checks are to be listed; `make gen` makes the
+rest from the record. What a page does not specify becomes a TODO, which fails a test.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from npugrad.dtypes import DType
 from npugrad.names import camel_case, snake_case
 from npugrad.ops import OPERATORS
 from npugrad.products import Product
+from npugrad.rules import FLOATS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -32,34 +33,21 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[3]
 _FILES = {
     "protos/npugrad/ops/{}.py": "record.py",
-    "protos/npugrad/ops/_{}_workloads.py": "workloads.py",
     "protos/npugrad/references/{}.py": "reference.py",
-    "tests/contract/ops/test_{}.py": "test.py",
     "tests/contract/references/test_{}.py": "test.py",
 }
 """Files of an operator by its name, and the template of each."""
-_LINES = (
-    ("documented", "tests/contract/document_rows.txt", r".*\n"),
-    ("signed", "tests/congruence/signatures.py", r'.*?PROTOTYPES = """.*?(?="""\n)'),
-    ("told", "CHANGELOG.md", r".*?## \[Unreleased\].*?### Added\n.*?\n(?=\n#)"),
-)
-"""Each addition to an existing file: its name, the file, and a pattern of the text before it."""
-_ATTRIBUTES: dict[str, tuple[str, str]] = {
-    "int64": ("int", "0"),
-    "int32": ("int", "0"),
-    "int8": ("int", "0"),
-    "uint64": ("int", "0"),
-    "double": ("float", "1.0"),
-    "bool": ("bool", "False"),
-    "string": ("str | None", '""'),
-    "int64_array": ("tuple[int, ...] | None", "(1,)"),
-    "float_array": ("tuple[float, ...] | None", "(1.0,)"),
-    "bool_array": ("tuple[bool, ...] | None", "(True,)"),
-    "scalar": ("Scalar | None", 'Scalar("float32", 1.0)'),
+_ROWS = ROOT / "tests/contract/document_rows.txt"
+_VALUES = {
+    "double": "1.0",
+    "string": '""',
+    "int64_array": "(1,)",
+    "float_array": "(1.0,)",
+    "bool_array": "(True,)",
+    "scalar": 'Scalar("float32", 1.0)',
 }
-"""For each kind of attribute: its type in Python and an example value."""
+"""A value of each kind of attribute; of the others it is 0, of a bool either one."""
 _POINTERS = {kind for kind, row in KINDS.items() if row.is_pointer}
-_FLOATS = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
 
 
 class _Operator:
@@ -79,6 +67,7 @@ class _Operator:
         self.pointers = [p for p in self.attrs if p.kind in _POINTERS and not p.is_optional]
         self.mask = next((p for p in self.attrs if p.name == "output_mask"), None)
         self.lacking = set(Product) - set(page.products)
+        self.is_plain = all(p.formats in ((), ("ND",)) for p in self.params)
         self.repository = page.repository or "TODO"
 
     def row(self, code: int, word: str) -> str:
@@ -90,15 +79,10 @@ class _Operator:
         """The name in C as an argument, unless it follows from the name."""
         return "" if param.c_name == camel_case(param.name) else f', c_name="{param.c_name}"'
 
-    def argument(self, param: Parameter) -> str:
-        """Type and default of the keyword of `build`, as code."""
-        assert param.kind
-        annotation, value = _ATTRIBUTES[param.kind]
-        if param is self.mask:
-            value = str((True,) * len(self.outputs))
-        if param.is_optional:
-            return f"{annotation} = None,"
-        return f"{annotation} = {value}," + ("  # noqa: B008" if param.kind == "scalar" else "")
+    def values(self, param: Parameter) -> str:
+        """A legal value of an attribute as an argument, unless the record knows the values."""
+        is_known = param is self.mask or param.kind == "bool"
+        return "" if is_known else f", ({_VALUES.get(param.kind or '', '0')},)"
 
     def facts(self, param: Parameter) -> str:
         """What the page's table says about a tensor."""
@@ -106,40 +90,65 @@ class _Operator:
         return ", ".join(filter(None, (param.shape, *types)))
 
     def names(self, params: Sequence[Parameter]) -> str:
-        """Names as a tuple, as code."""
-        return _tuple(f'"{param.name}"' for param in params)
+        """Names with spaces between them."""
+        return " ".join(param.name for param in params)
+
+    def arguments(self) -> str:
+        """Names of inputs and attributes, as code."""
+        return ", ".join(f'"{param.name}"' for param in self.params if not param.is_output)
 
     def products(self) -> str:
-        """The products as a tuple, as code."""
-        return _tuple(f"Product.{product.name}" for product in self.page.products)
+        """The products, as code."""
+        names = [f"Product.{product.name}" for product in self.page.products]
+        return _tuple(names) if self.lacking else "Product"
 
-    def dtypes(self, param: Parameter, product: Product = Product.ATLAS_A2) -> tuple[DType, ...]:
-        """Types of a tensor on a product."""
-        return param.dtypes.get(product) or _FLOATS
+    def dtypes(self, param: Parameter) -> dict[Product, tuple[DType, ...]]:
+        """Types of a tensor by product, without those whose data is never sent."""
+        found = {product: param.dtypes.get(product) or FLOATS[product] for product in self.page.products}
+        return {product: tuple(t for t in dtypes if t.has_data) for product, dtypes in found.items()}
 
     def types(self, param: Parameter) -> str:
-        """Types of a tensor by product, as code."""
-        listed = {
-            product: _tuple(f"DType.{dtype.name}" for dtype in self.dtypes(param, product))
-            for product in self.page.products
-        }
-        if len(set(listed.values())) == 1:
-            return f"dict.fromkeys(PRODUCTS, {listed.popitem()[1]})"
+        """Types of an input by product, as code, or the name of an input before it that has the same."""
+        before = self.inputs[: self.inputs.index(param)]
+        same = (p.name for p in before if self.dtypes(p) == self.dtypes(param))
+        return next((f'"{name}"' for name in same), "") or self._listed(param)
+
+    def _listed(self, param: Parameter) -> str:
+        found = self.dtypes(param)
+        others = {tuple(t for t in found[product] if t not in FLOATS[product]) for product in found}
+        if len(others) == 1 and all({*found[product]} >= {*FLOATS[product]} for product in found):
+            more = "".join(f", DType.{dtype.name}" for dtype in others.pop())
+            each = f"{{each: (*rules.FLOATS[each]{more}) for each in {self.products()}}}"
+            return each if more or self.lacking else "rules.FLOATS"
+        listed = {product: _tuple(f"DType.{dtype.name}" for dtype in found[product]) for product in found}
+        if len({*listed.values()}) == 1:
+            return f"dict.fromkeys({self.products()}, {listed.popitem()[1]})"
         return "{" + ", ".join(f"Product.{product.name}: {names}" for product, names in listed.items()) + "}"
 
+    def own_types(self, param: Parameter) -> str:
+        """Types of an output as an argument, if they are not those of the input that it is like."""
+        like = next(p for p in self.inputs if p.name == self.like(param))
+        return "" if self.dtypes(param) == self.dtypes(like) else f", dtypes={self._listed(param)}"
+
+    def axes(self, param: Parameter) -> str:
+        """Names of an input's axes as an argument, unless it has those of the input whose types it has."""
+        like = next((p.name for p in self.inputs if p.c_name == param.like), None)
+        if self.types(param) == f'"{like}"':
+            return ""
+        symbols = re.findall(r"[A-Za-z]\w*|\d+", param.shape) if param.shape.startswith("(") else []
+        low, high = param.ranks or (0, 8)
+        axes = symbols or (f"{param.name}{axis}" for axis in range(low))
+        return f', axes="{"*shape" if low < high else " ".join(axes).lower()}"'
+
     def draw(self, param: Parameter) -> str:
-        """What a recipe draws, as code."""
-        first = self.dtypes(param)[0]
-        name = "normal" if "float" in first else "bernoulli" if first is DType.BOOL else "integers"
-        return f'Draw("{name}")'
+        """What a recipe draws as an argument, if not normal numbers."""
+        first = self.dtypes(param)[self.page.products[0]][0]
+        name = "bernoulli" if first is DType.BOOL else "integers"
+        return "" if "float" in first else f', draw=Draw("{name}")'
 
     def like(self, param: Parameter) -> str:
         """The input that an output is shaped like, as the page says, or a guess."""
         return next((p.name for p in self.required if p.c_name == param.like), self.required[0].name)
-
-    def has_type_of_like(self, param: Parameter) -> bool:
-        """Whether an output has the types of the input that it is like."""
-        return self.types(param) == self.types(next(p for p in self.inputs if p.name == self.like(param)))
 
 
 def _tuple(items: Iterable[str]) -> str:
@@ -149,10 +158,10 @@ def _tuple(items: Iterable[str]) -> str:
 
 
 def begin(page: VendorPage) -> _Operator:
-    """Writes the operator's own files, and adds it to the shared ones.
+    """Writes the operator's own files, and where its checks are to be listed.
 
     Raises:
-        SystemExit: There is a record of this name already, or a shared file is not as expected.
+        SystemExit: There is a record of this name already.
     """
     operator = _Operator(page)
     if operator.name in OPERATORS:
@@ -166,21 +175,13 @@ def begin(page: VendorPage) -> _Operator:
         autoescape=False,
     )
     templates.filters["lines"] = textwrap.wrap
-    texts: dict[Path, str] = {}
-    for place, template in _FILES.items():
-        made = templates.get_template(f"{template}.jinja").render(op=operator, place=place)
-        texts[ROOT / place.format(operator.name)] = made
-    lines = templates.get_template("lines.jinja").module
-    for name, place, anchor in _LINES:
-        text = texts.get(ROOT / place) or (ROOT / place).read_text("utf-8")
-        found = re.match(anchor, text, re.DOTALL)
-        if found is None:
-            raise SystemExit(f"new_operator: {place}: found nothing like {anchor!r}; expected it there")
-        addition = getattr(lines, name)(operator)
-        texts[ROOT / place] = text[: found.end()] + addition + text[found.end() :]
-    for path, text in texts.items():
-        path.write_text(text, "utf-8")
-    _tidy([path for path in texts if path.suffix == ".py"])
+    written = {ROOT / place.format(operator.name): template for place, template in _FILES.items()}
+    for path, template in written.items():
+        path.write_text(templates.get_template(f"{template}.jinja").render(op=operator), "utf-8")
+    with _ROWS.open("a", encoding="utf-8") as rows:
+        what = f"vendor source ({operator.repository}) | checks of {operator.aclnn} | check 1"
+        rows.write(f"\n[{operator.name}]\n{what} | TODO: each check of the first phase, in order\n")
+    _tidy([*written])
     return operator
 
 
