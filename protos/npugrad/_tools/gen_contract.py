@@ -23,17 +23,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
 
-    from npugrad.attributes import AttrType
     from npugrad.operator import OpRecord, Param
 
 OPS = ROOT / "protos/npugrad/ops"
 V1 = ROOT / "protos/npugrad/v1"
-FIELDS: dict[AttrType, str] = {
+FIELDS = {
     "int64": "optional int64",
     "int32": "optional int32",
     "int8": "optional int32",
     "uint64": "optional uint64",
     "double": "optional double",
+    "float": "optional float",
     "bool": "optional bool",
     "string": "optional string",
     "int64_array": "Int64Array",

@@ -40,6 +40,7 @@ _FILES = {
 _ROWS = ROOT / "tests/contract/document_rows.txt"
 _VALUES = {
     "double": "1.0",
+    "float": "1.0",
     "string": '""',
     "int64_array": "(1,)",
     "float_array": "(1.0,)",
