@@ -259,7 +259,8 @@ async def _try_devices(settings: PoolSettings) -> list[StartFinding]:
         found, missing = pool.devices(), _missing_operators(pool, settings.product)
         await pool.close()
     arenas = (
-        f"{settings.input_arena_bytes} bytes of operands, {settings.output_arena_bytes} of results per device"
+        f"{settings.input_arena_bytes / 2**30:.4g} GiB of operands, "
+        f"{settings.output_arena_bytes / 2**30:.4g} GiB of results per device"
     )
     opened = [
         StartFinding(

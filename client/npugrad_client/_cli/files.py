@@ -46,7 +46,7 @@ def read_call(
         FileError: The file cannot be read, or contains a name that the operator does not have.
     """
     inputs, attrs = [p.name for p in record.inputs], {p.name: p.type for p in record.attrs}
-    as_bf16 = {name for name, dtype in map(_pair, dtypes) if _is_bf16(name, dtype)}
+    as_bf16 = {name for name, dtype in (_pair("--dtype", text) for text in dtypes) if _is_bf16(name, dtype)}
     _check_known("--dtype", as_bf16, inputs, record)
     found = _load(path)
     _check_known(str(path), [key.removesuffix(_BF16) for key in found], [*inputs, *attrs], record)
@@ -86,10 +86,10 @@ def _load(path: Path) -> dict[str, npt.NDArray[Any]]:
         ) from None
 
 
-def _pair(text: str) -> tuple[str, str]:
+def _pair(option: str, text: str) -> tuple[str, str]:
     name, separator, value = text.partition("=")
     if not separator:
-        raise FileError(f"found {text!r}; expected NAME=VALUE")
+        raise FileError(f"{option}: found {text!r}; expected NAME=VALUE")
     return name.strip(), value.strip()
 
 
@@ -122,7 +122,7 @@ def parse_attrs(record: OpRecord, texts: Sequence[str]) -> dict[str, Any]:
     """Attributes given as ``NAME=VALUE``; raises FileError for a name that the operator does not have."""
     known = {p.name: p for p in record.attrs}
     values: dict[str, Any] = {}
-    for name, text in map(_pair, texts):
+    for name, text in (_pair("--attr", text) for text in texts):
         if name not in known:
             raise FileError(f"--attr {name}: {record.name} has no such attribute; {instead(name, known)}")
         values[name] = _parse_attr(known[name], text)

@@ -39,7 +39,7 @@ def server(console: Console, target: str, info: ServerInfo) -> None:
     lines = {
         "memory in use": f"operands {operands}, results {results} per device",
         "queue": f"{info.queue_depth} of {limits.max_queue_depth} calls",
-        "accepted so far": f"{info.accepted_calls} calls",
+        "calls accepted so far": str(info.accepted_calls),
         "results compared": _compared(info.verify_sample),
         "operators": ", ".join(info.operators),
         "built on": ", ".join(f"{k} {v}" for k, v in sorted(info.versions.items())),

@@ -106,8 +106,9 @@ def reporting(failed: int = 1) -> Iterator[None]:
     except ConnectError as error:
         from npugrad_client import TlsError  # here, as it needs gRPC, which is loaded by now
 
-        hint = "\nIs a server listening there? Start one with: npugrad-server serve"
-        fail(f"{error}{'' if isinstance(error, TlsError) else hint}", failed)
+        is_there = isinstance(error, TlsError) or "closed the connection" in str(error)
+        hint = "" if is_there else "\nIs a server listening there? Start one with: npugrad-server serve"
+        fail(f"{error}{hint}", failed)
     except NpugradError as error:
         number = f" {error.code}" if isinstance(error, OperatorError) and error.code is not None else ""
         request = f" (request {error.request_id})" if error.request_id else ""

@@ -116,8 +116,10 @@ class Capacity:
 
     @property
     def rate(self) -> float:
-        """The highest rate that held, in calls a second; 0 when none did."""
-        return max((trial.rate for trial in self.trials if self.holds(trial.rate)), default=0.0)
+        """The highest rate that held, in calls a second, and below which none failed; 0 when none did."""
+        rates = {trial.rate for trial in self.trials}
+        failed = min((rate for rate in rates if not self.holds(rate)), default=math.inf)
+        return max((rate for rate in rates if rate < failed), default=0.0)
 
     @property
     def above(self) -> float:

@@ -203,7 +203,7 @@ def main() -> None:
         operator = begin(read_page(page.read_text("utf-8")))
     except (OSError, ValueError) as error:
         raise SystemExit(f"new_operator: {page}: {error}") from error
-    print(f"{operator.name}: begun; after `make gen`, tests/project/test_new_operator.py lists what is to do")
+    print(f'{operator.name}: begun; what is to do: make test ARGS="tests/project/test_new_operator.py"')
 
 
 if __name__ == "__main__":

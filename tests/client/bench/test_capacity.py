@@ -69,6 +69,10 @@ def test_no_rate_at_all() -> None:
     found = Search(lambda rate: trial(rate, False), most_trials=3).run(100)
     assert (found.rate, found.is_settled) == (0, False)
     assert str(found) == "No rate was found: the server is too unsteady, or the trials too short."
+    lucky = iter([True, False, True])  # at 100, 115 and 107; then the server becomes slow
+    found = Search(lambda rate: trial(rate, next(lucky, rate <= 50))).run(100)
+    assert found.is_settled
+    assert (found.rate <= 50 < found.above, found.tried(found.rate)) == (True, (3, 3))
     met = iter([True, False] * 100)
     found = Search(lambda rate: trial(rate, next(met)), most_trials=12).run(100)
     assert len(found.trials) <= 12, "it ends where nothing is steady"

@@ -110,7 +110,7 @@ BAD_FILES: dict[str, tuple[dict[str, Any], list[str], str]] = {
         "input: found float32 elements; expected 2",
     ),
     "other type": ({}, ["input=float8"], "--dtype input=float8: expected bfloat16"),
-    "no pair": ({}, ["input"], "found 'input'; expected NAME=VALUE"),
+    "no pair": ({}, ["input"], "--dtype: found 'input'; expected NAME=VALUE"),
     "objects": ({"input": np.array([{}])}, [], "not a readable .npz file: Object arrays"),
 }
 
@@ -191,7 +191,7 @@ def test_the_last_of_a_name_holds() -> None:
         ("align_corners=2", "--attr align_corners=2: expected true or false"),
         ("interpolation_mode=bicubic", "expected an integer or bilinear or nearest"),
         ("interpolation_mode=1.5", "expected an integer"),
-        ("interpolation_mode", "found 'interpolation_mode'; expected NAME=VALUE"),
+        ("interpolation_mode", "--attr: found 'interpolation_mode'; expected NAME=VALUE"),
     ],
 )
 def test_an_attribute_that_cannot_be_read_is_told(text: str, message: str) -> None:

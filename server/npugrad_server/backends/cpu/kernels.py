@@ -170,7 +170,8 @@ def find_library(folder: Path = LIBRARIES) -> Path:
             f"expected {' or '.join(tried)}"
         )
     raise KernelsUnavailable(
-        f"not built for {' or '.join(tried)}: no C++ compiler when npugrad-server was installed?"
+        f"not built for {' or '.join(tried)}: npugrad-server was installed without a C++ compiler, or with "
+        "NPUGRAD_BUILD_KERNELS=0"
     )
 
 
