@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
 import socket
 import stat
 from dataclasses import dataclass
 
 _MAX_UNIX_PATH_BYTES = 107
 """Linux's `sun_path` has 108 bytes, including the terminating null."""
+_MODE = re.compile(r"mode=([0-7]{3})")
 
 
 class AddressError(ValueError):
@@ -24,11 +26,13 @@ class Address:
         host: Host name or IP address, without brackets; empty for a unix socket.
         port: TCP port, 0 for a free one.
         path: Path of a unix socket; empty for TCP.
+        mode: Permissions of the unix socket; None leaves them to the umask.
     """
 
     host: str = ""
     port: int = 0
     path: str = ""
+    mode: int | None = None
 
     def __str__(self) -> str:
         """The form that gRPC accepts."""
@@ -52,13 +56,18 @@ class Address:
 
 
 def parse_listen(text: str) -> Address:
-    """Reads ``host:port``, ``[ipv6]:port`` or ``unix:path``.
+    """Reads ``host:port``, ``[ipv6]:port``, ``unix:path`` or ``unix:path?mode=660``.
 
     Raises:
         AddressError: The text is none of these.
     """
     if text.startswith("unix:"):
-        path = text.removeprefix("unix:")
+        path, asks, query = text.removeprefix("unix:").partition("?")
+        mode = _MODE.fullmatch(query)
+        if asks and mode is None:
+            raise AddressError(
+                f"found {query!r} in {text!r}; expected ?mode= and three octal digits, such as 660"
+            )
         path = path[2:] if path.startswith("///") else path
         nbytes = len(os.fsencode(path))
         if not 1 <= nbytes <= _MAX_UNIX_PATH_BYTES or "\0" in path:
@@ -66,7 +75,7 @@ def parse_listen(text: str) -> Address:
             raise AddressError(
                 f"found {found} in {text!r}; expected 1 to {_MAX_UNIX_PATH_BYTES} bytes, none null"
             )
-        return Address(path=path)
+        return Address(path=path, mode=int(mode[1], 8) if mode else None)
     host, colon, port = text.rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")
     host = host[1:-1] if bracketed else host
@@ -74,6 +83,15 @@ def parse_listen(text: str) -> Address:
     if not sane or int(port) > 65535:
         raise AddressError(f"found {text!r}; expected host:port with a port of 0 to 65535, or unix:path")
     return Address(host, int(port))
+
+
+def parse_listens(text: str) -> tuple[Address, ...]:
+    """Reads addresses separated by commas; errors as of `parse_listen`, and for one that is there twice."""
+    found = tuple(parse_listen(each.strip()) for each in text.split(","))
+    names = [str(address) for address in found if address.path or address.port]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise AddressError(f"found {twice} twice in {text!r}; expected each address once")
+    return found
 
 
 def parse_metrics_listen(text: str) -> Address:

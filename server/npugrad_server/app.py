@@ -38,7 +38,7 @@ from npugrad_server.rpc.pace import PaceLimits
 from npugrad_server.rpc.register import OtherContracts, register
 from npugrad_server.rpc.server import Facts, ServerServicer
 from npugrad_server.rpc.servicer import BackwardServicer
-from npugrad_server.rpc.transport import open_server
+from npugrad_server.rpc.transport import open_servers
 from npugrad_server.rpc.validation import ValidationServicer
 from npugrad_server.start_checks import (
     METRICS_CURE,
@@ -82,7 +82,7 @@ async def serve(
 
     Args:
         loaded: Settings and where they came from.
-        announce: Called once calls are served, with the bound address.
+        announce: Called once calls are served, with each bound address.
         print_fd: Descriptor that workers print to.
         registry: The operators and the services that carry them.
         worker_module: Module that a worker process runs.
@@ -110,11 +110,12 @@ async def serve(
         if not stop.asked.is_set():
             gc.collect()
             gc.freeze()  # later collections skip what exists now, and do not stall the loop with it
-            announce(app.address)
+            for address in app.addresses:
+                announce(address)
             metrics_address = str(app.metrics_address or "")
             log.info(
                 "listening",
-                address=str(app.address),
+                address=",".join(map(str, app.addresses)),
                 tls=loaded.settings.tls,
                 metrics_address=metrics_address,
             )
@@ -177,7 +178,7 @@ class App:
     """One running server.
 
     Attributes:
-        address: Where it listens, with the bound port.
+        addresses: Where it listens, with the bound ports.
         metrics_address: Address of the metrics and probe pages; None if they are off.
     """
 
@@ -193,7 +194,7 @@ class App:
         self._settings, self._made = settings, made
         self._log = get_logger()
         self._resources = AsyncExitStack()
-        self.address = settings.listen_address
+        self.addresses = settings.listen_addresses
         self.metrics_address: Address | None = None
         self._looks: list[FileWatch[Any]] = []
 
@@ -218,7 +219,7 @@ class App:
             self._memory = FrontMemory(FrontLimits.of(self._settings))
             self._funnel = Funnel(metrics, identities, self._open_tracing(), self._memory)
             self._certificates = self._open_certificates(metrics)
-            self._server, self.address = open_server(
+            self._server, self.addresses = open_servers(
                 self._settings, self._funnel, certificates=self._certificates
             )
             self._serve_pages(metrics)
@@ -237,7 +238,7 @@ class App:
             self._looks.append(self._certificates.looks)
         memories = (self._memory, self._funnel.queries.memory)
         for memory in memories:
-            self._keep(memory.watch(self._funnel.calls, self.address))
+            self._keep(memory.watch(self._funnel.calls, *self.addresses))
         self._keep(keep_giving_back(lambda: sum(memory.used_bytes for memory in memories)))
         metrics.show_pool(self.pool, asyncio.get_running_loop())
         metrics.registry.register(FrontCollector(*memories))

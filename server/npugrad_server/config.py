@@ -20,7 +20,7 @@ from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDic
 
 from npugrad.codec import MAX_CHUNK_BYTES, MAX_MESSAGE_BYTES
 from npugrad.products import Product, product_from_name
-from npugrad_server.addresses import Address, parse_listen, parse_metrics_listen
+from npugrad_server.addresses import Address, parse_listens, parse_metrics_listen
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -57,7 +57,8 @@ class ServerSettings(BaseSettings):
 
     listen: str = Field(
         default="127.0.0.1:50051",
-        description="Address to serve on: host:port (port 0 takes a free one) or unix:path.",
+        description="Addresses to serve on, separated by commas: host:port (port 0 takes a free one), "
+        "unix:path, or unix:path?mode=660 with the socket's permissions. Each Unix socket is a tenant.",
     )
     insecure: bool = Field(
         default=False, description="Serve plaintext on an address that is not loopback when TLS is off."
@@ -76,8 +77,8 @@ class ServerSettings(BaseSettings):
     )
     tenants: str | None = Field(
         default=None,
-        description="TOML file of tenants: identities in callers' certificates, weights, gateways. Read "
-        "again when it changes. Default: each caller is a tenant of weight 1.",
+        description="TOML file of tenants: identities in callers' certificates, sockets, weights, gateways. "
+        "Read again when it changes. Default: each caller is a tenant of weight 1.",
     )
     tenant_header: str = Field(
         default="x-npugrad-tenant",
@@ -350,7 +351,7 @@ class ServerSettings(BaseSettings):
     @field_validator("listen")
     @classmethod
     def _listen_address_parses(cls, value: str) -> str:
-        parse_listen(value)
+        parse_listens(value)
         return value
 
     @field_validator("metrics_listen")
@@ -367,10 +368,10 @@ class ServerSettings(BaseSettings):
 
     @model_validator(mode="after")
     def _plaintext_is_wanted(self) -> ServerSettings:
-        address = self.listen_address
-        if not (address.is_local or self.insecure or self.tls_certificate):
+        remote = [address for address in self.listen_addresses if not address.is_local]
+        if remote and not (self.insecure or self.tls_certificate):
             raise ValueError(
-                f"found {address}, which is not loopback, without TLS; expected a loopback address or "
+                f"found {remote[0]}, which is not loopback, without TLS; expected a loopback address or "
                 "unix:path, --tls-certificate and --tls-key, or --insecure to serve plaintext to the network"
             )
         return self
@@ -415,9 +416,14 @@ class ServerSettings(BaseSettings):
         return self.trace_ratio > 0 or self.trust_trace_context
 
     @property
-    def listen_address(self) -> Address:
-        """The address to listen on."""
-        return parse_listen(self.listen)
+    def listen_addresses(self) -> tuple[Address, ...]:
+        """The addresses to listen on."""
+        return parse_listens(self.listen)
+
+    @property
+    def sockets(self) -> frozenset[str]:
+        """The Unix sockets among them, by the identities of their callers."""
+        return frozenset(str(address) for address in self.listen_addresses if address.path)
 
     @property
     def metrics_address(self) -> Address | None:

@@ -106,8 +106,9 @@ def live_tenants(settings: ServerSettings) -> LiveTenants:
     Raises:
         TenantsError: Their file cannot be used, or callers' identities cannot be verified.
     """
-    tenants = LiveTenants(settings.tenants)
-    if (tenants.table.listed or tenants.table.gateways) and settings.tls != "mutual":
+    tenants = LiveTenants(settings.tenants, sockets=settings.sockets)
+    certified = (tenants.table.listed.keys() | tenants.table.gateways) - settings.sockets
+    if certified and settings.tls != "mutual":
         raise TenantsError(
             f"tenants: the identities in {settings.tenants!r} need tls_client_ca, because they are those of "
             "callers' certificates"
@@ -182,7 +183,8 @@ class StartFinding:
 
 async def check(settings: ServerSettings) -> list[StartFinding]:
     """Does everything a start does except binding the ports; reports all problems at once."""
-    findings = [*_tls(settings), *_tenants(settings), _free("gRPC", settings.listen_address)]
+    findings = [*_tls(settings), *_tenants(settings)]
+    findings += [_free("gRPC", address) for address in settings.listen_addresses]
     if settings.metrics_address is not None:
         found = _free("metrics", settings.metrics_address)
         if not (found.ok or settings.asks_for("metrics_listen")):

@@ -32,11 +32,13 @@ else:
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from collections.abc import Set as AbstractSet
 
 MAX_IDENTITY = 255
 """Longest identity, in characters."""
 Identity = Annotated[str, StringConstraints(pattern=r"^\S+$", max_length=MAX_IDENTITY)]
-"""A DNS name in lower case or a ``spiffe://`` URI of a certificate, or what a gateway sends in its header."""
+"""A DNS name in lower case or a ``spiffe://`` URI of a certificate, what a gateway sends in its header, or
+the Unix socket that a caller came by, such as ``unix:/run/npugrad.sock``."""
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
 
 
@@ -144,6 +146,15 @@ class TenantTable:
             self.listed.update(dict.fromkeys(entry.identities, tenant))
         self.remembered: dict[tuple[object, ...], Tenant] = {}
 
+    def socket_problems(self, sockets: AbstractSet[str]) -> Iterator[str]:
+        """What does not fit the Unix sockets that a server has."""
+        there = ", ".join(sorted(sockets)) or "none"
+        for name in self.listed.keys() | self.gateways:
+            if name.startswith("unix:") and name not in sockets:
+                yield f"found the identity {name!r}; expected one of the server's sockets: {there}"
+        for name in sorted(sockets - self.listed.keys()) if self._unlisted.refuse else ():
+            yield f"found no tenant with the identity {name!r}; expected one, as others are refused"
+
     def tenant(self, kind: str, *identities: str) -> Tenant:
         """The tenant of a caller with verified identities: the first one that is listed decides.
 
@@ -158,6 +169,10 @@ class TenantTable:
             if identity in self.listed:
                 return self.listed[identity]
         return self.unlisted(f"{kind}:{identities[0]}")
+
+    def arrived_by(self, socket: str) -> Tenant:
+        """The tenant of callers of a Unix socket without other identities; errors as in `tenant`."""
+        return self.listed.get(socket) or self.unlisted(socket)
 
     def unlisted(self, name: str) -> Tenant:
         """The tenant of an unlisted caller; errors as in `tenant`."""
@@ -186,14 +201,17 @@ def read_tenants(path: str) -> TenantTable:
     return parse_tenants(path, _content(path))
 
 
-def parse_tenants(path: str, content: bytes) -> TenantTable:
-    """Builds the table from the file's contents; errors as in `read_tenants`."""
+def parse_tenants(path: str, content: bytes, sockets: frozenset[str] | None = None) -> TenantTable:
+    """Builds the table from the file's contents, with a server's sockets; errors as in `read_tenants`."""
     try:
-        return TenantTable(TenantsFile.model_validate(tomllib.loads(content.decode())))
+        table = TenantTable(TenantsFile.model_validate(tomllib.loads(content.decode())))
     except ValidationError as error:
         raise TenantsError(*_problems(path, error)) from None
     except ValueError as error:  # not TOML, or not text
         raise TenantsError(f"tenants: {path!r}: {error}") from None
+    if problems := [] if sockets is None else list(table.socket_problems(sockets)):
+        raise TenantsError(*(f"tenants: {path!r}: {problem}" for problem in problems))
+    return table
 
 
 def _content(path: str) -> bytes:
@@ -220,19 +238,25 @@ class LiveTenants:
         looks: The checks of the file.
     """
 
-    def __init__(self, path: str | None = None, look_interval_s: float = LOOK_INTERVAL_S) -> None:
+    def __init__(
+        self,
+        path: str | None = None,
+        look_interval_s: float = LOOK_INTERVAL_S,
+        sockets: frozenset[str] | None = None,
+    ) -> None:
         """Reads the file.
 
         Args:
             path: The file; None for none, so that no caller is listed.
             look_interval_s: Seconds between two checks of the file.
+            sockets: The server's Unix sockets; None to leave those of the file unchecked.
 
         Raises:
             TenantsError: The file cannot be used.
         """
-        self._path, self._log = path, get_logger()
+        self._path, self._sockets, self._log = path, sockets, get_logger()
         self._content = b"" if path is None else _content(path)
-        self.table = TenantTable() if path is None else parse_tenants(path, self._content)
+        self.table = TenantTable() if path is None else parse_tenants(path, self._content, sockets)
         self.looks = FileWatch(lambda: _look(path or ""), look_interval_s)
         self._told: tuple[str, ...] = ()
 
@@ -248,7 +272,7 @@ class LiveTenants:
 
     def _take(self, path: str, content: bytes) -> None:
         try:
-            table = parse_tenants(path, content)
+            table = parse_tenants(path, content, self._sockets)
         except TenantsError as error:
             self._keep(error.problems)
             return

@@ -178,7 +178,7 @@ def test_claim_asks_for_every_card() -> None:
 @every_release
 def test_server_is_reachable_from_outside_the_pod(found: Release) -> None:
     ports = {port["name"]: port["containerPort"] for port in found.server["ports"]}
-    listen, metrics = found.settings.listen_address, found.settings.metrics_address
+    [listen], metrics = found.settings.listen_addresses, found.settings.metrics_address
     assert metrics is not None
     assert (listen.host, listen.port) == ("0.0.0.0", ports["grpc"])
     assert (metrics.host, metrics.port) == ("0.0.0.0", ports["metrics"])
@@ -187,7 +187,7 @@ def test_server_is_reachable_from_outside_the_pod(found: Release) -> None:
 def test_server_listens_on_ipv6_where_it_is_told_to() -> None:
     made = Release("cpu", {"service": {"listenAddress": "[::]"}}).settings
     assert made.metrics_address is not None
-    assert {made.listen_address.host, made.metrics_address.host} == {"::"}
+    assert {made.listen_addresses[0].host, made.metrics_address.host} == {"::"}
 
 
 @every_release

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import stat
 from pathlib import Path
 
 import pytest
 from tests.e2e.harness import eventually
-from tests.fix_server import StartServer, run_command, server_flags
+from tests.fix_server import ServerProcess, StartServer, run_command, server_flags
 from tests.fix_tls import Certificates
 
 from npugrad_client import Client, TenantRefused
@@ -48,6 +49,37 @@ def test_identities_without_certificates_of_callers_are_refused(
     done = run_command("serve", *flags)
     assert done.returncode == 1
     assert "need tls_client_ca, because they are those of callers' certificates" in done.stderr
+
+
+def kept(server: ServerProcess) -> str:
+    """Why new files were not taken."""
+    return " ".join(problem for line in server.log_lines("tenants kept") for problem in line["problems"])
+
+
+def test_each_unix_socket_is_a_tenant_and_its_mode_says_who_may_call(
+    tmp_path: Path, start_server: StartServer
+) -> None:
+    path, own, other = tmp_path / "tenants.toml", tmp_path / "own", tmp_path / "other"
+    entry = '[unlisted]\nrefuse = {}\n[[tenant]]\nname = "vision"\nidentities = ["unix:{}"]\n'
+    path.write_text(entry.format("false", own))
+    listen = f"unix:{own}?mode=660,127.0.0.1:0,unix:{other}"
+    server = start_server("--tenants", str(path), devices="test:1?compute=1", listen=listen)
+    assert stat.S_IMODE(own.stat().st_mode) == 0o660
+    assert server.find_log("call", tenant="vision")["peer"] == f"unix:{own}"
+    with Client(f"unix:{other}", timeout_s=30, retry=None) as client:
+        client.server_info()
+        assert server.find_log("call", tenant=f"unix:{other}")["status"] == "OK"
+        typo = tmp_path / "typo"
+        for refuse, socket, told in (
+            ("false", typo, f"found the identity 'unix:{typo}'; expected one of the server's sockets: unix:"),
+            ("true", own, f"found no tenant with the identity 'unix:{other}'; expected one, as others are"),
+        ):
+            path.write_text(entry.format(refuse, socket))
+            server.signal(signal.SIGHUP)
+            eventually(lambda wanted=told: wanted in kept(server), "the old file is kept", server)  # type: ignore[misc]
+        client.server_info()  # with the tenants that there were
+    done = run_command("serve", *server_flags("--tenants", str(path), devices="test:1", listen=listen))
+    assert (done.returncode, told in done.stderr) == (1, True), done.stderr
 
 
 @pytest.mark.slow

@@ -6,7 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from npugrad_server.addresses import Address, AddressError, check_free, parse_listen, parse_metrics_listen
+from npugrad_server.addresses import (
+    Address,
+    AddressError,
+    check_free,
+    parse_listen,
+    parse_listens,
+    parse_metrics_listen,
+)
 
 
 @pytest.mark.parametrize(
@@ -18,6 +25,7 @@ from npugrad_server.addresses import Address, AddressError, check_free, parse_li
         ("unix:/run/a b", Address(path="/run/a b"), "unix:/run/a b"),
         ("unix:///run/a", Address(path="/run/a"), "unix:/run/a"),
         ("unix:relative", Address(path="relative"), "unix:relative"),
+        ("unix:/run/a?mode=660", Address(path="/run/a", mode=0o660), "unix:/run/a"),
     ],
 )
 def test_addresses_parse_and_print(text: str, expected: Address, shown: str) -> None:
@@ -52,6 +60,21 @@ def test_malformed_addresses_are_named(text: str) -> None:
 def test_a_path_that_no_socket_can_have_is_refused(path: str, problem: str) -> None:
     with pytest.raises(AddressError, match=f"^found {problem} in .*; expected 1 to 107 bytes, none null$"):
         parse_listen(f"unix:{path}")
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("unix:/a?mod=660", r"found 'mod=660' in .*; expected \?mode= and three octal digits"),
+        ("unix:/a?mode=888", "found 'mode=888' in"),
+        ("unix:/a, unix:/a?mode=600", "found unix:/a twice in .*; expected each address once"),
+        ("127.0.0.1:0,", "found '';"),
+    ],
+)
+def test_what_is_wrong_in_a_list_of_addresses_is_named(text: str, problem: str) -> None:
+    assert len(parse_listens("127.0.0.1:0,127.0.0.1:0, unix:/a,unix:/b")) == 4
+    with pytest.raises(AddressError, match=problem):
+        parse_listens(text)
 
 
 def test_taken_port_is_named() -> None:

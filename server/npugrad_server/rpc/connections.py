@@ -82,22 +82,17 @@ class _SendQueue:
 
 
 class UnixConnections:
-    """Connections of this process that a Unix socket accepted, and what is in their send queues."""
+    """Connections of this process that Unix sockets accepted, and what is in their send queues."""
 
-    def __init__(self, path: str) -> None:
-        """Starts without any.
-
-        Args:
-            path: Path of the socket.
-        """
-        self._path = path
+    def __init__(self) -> None:
+        """Starts without any."""
         self._queues: dict[str, _SendQueue] = {}
 
     def forget(self) -> None:
         """Every reply is taken in time."""
         self._queues.clear()
 
-    def end_unread(self, now_s: float, *, is_short: bool) -> int:
+    def end_unread(self, paths: Collection[str], now_s: float, *, is_short: bool) -> int:
         """Shuts down connections whose send queue holds something and has not moved for some seconds.
 
         To be called again and again while some reply is not taken. A client may also take all that is sent
@@ -105,6 +100,7 @@ class UnixConnections:
         after twice as long, and memory is short, all connections that were there all the time are shut down.
 
         Args:
+            paths: Paths of the sockets of these replies.
             now_s: Time on the monotonic clock.
             is_short: Whether memory is short.
 
@@ -118,7 +114,7 @@ class UnixConnections:
                 if not name.startswith("socket:"):
                     continue
                 with socket.socket(fileno=os.dup(int(path.name))) as each:
-                    if each.family != socket.AF_UNIX or each.getsockname() != self._path:
+                    if each.family != socket.AF_UNIX or each.getsockname() not in paths:
                         continue
                     each.getpeername()
                     found[name] = queue = self._seen(name, _queued_bytes(each), now_s)

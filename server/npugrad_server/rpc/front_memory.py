@@ -242,23 +242,24 @@ class FrontMemory:
 
     # ------------------------------------------------------------------------- those that are too slow
 
-    async def watch(self, calls: Callable[[], Iterable[RpcCall]], address: Address) -> None:
+    async def watch(self, calls: Callable[[], Iterable[RpcCall]], *addresses: Address) -> None:
         """Ends calls that are too slow, until cancelled.
 
         Args:
             calls: The RPCs in progress, also those of other memory.
-            address: The server's own.
+            addresses: The server's own.
         """
-        unix = UnixConnections(address.path)
+        unix = UnixConnections()
         while True:
             await asyncio.sleep(_TICK_S)
             peers = self.tick([call for call in calls() if call.memory is self], time.monotonic())
-            if not peers:
+            paths = {address.path for address in addresses if address.path and str(address) in peers}
+            if not paths:
                 unix.forget()
-            elif address.path:
-                await asyncio.to_thread(unix.end_unread, time.monotonic(), is_short=self._is_pressed)
             else:
-                await asyncio.to_thread(end_connections, peers, address.port)
+                await asyncio.to_thread(unix.end_unread, paths, time.monotonic(), is_short=self._is_pressed)
+            for port in {address.port for address in addresses if not address.path} if peers else ():
+                await asyncio.to_thread(end_connections, peers, port)
 
     def tick(self, calls: Iterable[RpcCall], now_s: float) -> set[str]:
         """Ends messages that take too long, and refuses those that have waited too long for room.
@@ -278,7 +279,7 @@ class FrontMemory:
         for call in calls:
             if call.answered_s is not None:
                 if now_s - call.answered_s > self._reply_s(call, pressed):
-                    peers.add(call.context.peer())
+                    peers.add(call.peer)
                     self._drop("reply", call, now_s - call.answered_s)
             elif not left or call.failure is not None:
                 continue
@@ -323,7 +324,7 @@ class FrontMemory:
             f"{what} too slow",
             time.monotonic(),
             method=call.method,
-            peer=call.context.peer(),
+            peer=call.peer,
             request_id=call.request_id,
             held_bytes=call.request_bytes + call.reply_bytes,
             seconds=round(seconds, 3),

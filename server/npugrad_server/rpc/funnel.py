@@ -303,7 +303,7 @@ class Funnel(grpc.aio.ServerInterceptor):
             level,
             "call",
             call_fields,
-            (call.request_id, call.method, call.context.peer(), call.tenant.name, status, reason, seconds),
+            (call.request_id, call.method, call.peer, call.tenant.name, status, reason, seconds),
             (call.operator, call.described, *sizes) if call.operator else None,
             call.info,
             None if error is None else error_fields(error),

@@ -23,6 +23,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from npugrad_server.pool import DeviceState
 from npugrad_server.rpc.front_memory import FrontMemory
+from npugrad_server.rpc.identity import ARRIVED_BY
 from npugrad_server.rpc.open_calls import OpenCalls
 from npugrad_server.rpc.register import Garbage, register
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from google.protobuf.descriptor import ServiceDescriptor
 
     from npugrad_server.pool import DeviceStatus
+    from npugrad_server.rpc.transport import GrpcServers
 
     Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -157,7 +159,7 @@ class Health:
 
     async def watch(self, _: Any, context: Context) -> None:
         """Answers at once and at every change, until the server ends; at most `WATCHES` per connection."""
-        peer = context.peer()
+        peer = ARRIVED_BY.get() or context.peer()
         found, most = self._watches[peer], WATCHES if peer.startswith("ip") else UNIX_WATCHES
         if found >= most:
             # To gRPC's clients, this status means a healthy server, and any other a dead one.
@@ -204,7 +206,7 @@ async def _service(request: Any, context: Context) -> str:
     return str(request.service)
 
 
-def register_health(server: grpc.aio.Server, health: Health) -> str:
+def register_health(server: grpc.aio.Server | GrpcServers, health: Health) -> str:
     """Adds grpc.health.v1 and returns the service's name."""
     service: ServiceDescriptor = health_pb2.DESCRIPTOR.services_by_name["Health"]  # type: ignore[assignment]
     # Older versions of the library have no List.
@@ -233,7 +235,9 @@ class _Reflection:
             yield request
 
 
-def register_reflection(server: grpc.aio.Server, services: Iterable[str], places: OpenCalls) -> None:
+def register_reflection(
+    server: grpc.aio.Server | GrpcServers, services: Iterable[str], places: OpenCalls
+) -> None:
     """Adds server reflection for services and for itself; each message takes a place until it is read."""
     add: Any = reflection_pb2_grpc.add_ServerReflectionServicer_to_server
     add(_Reflection((*services, reflection.SERVICE_NAME), places), server)

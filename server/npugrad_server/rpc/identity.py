@@ -4,18 +4,18 @@ In this order
     - The caller's certificate, which the handshake verified: its ``spiffe://`` URIs and its DNS names. Its
       subject, other URIs, email addresses and IP addresses do not count.
     - If one of those names is a listed gateway's, what the gateway says in the header.
-    - Without any such name, the address of the peer.
+    - Without any such name, the Unix socket that it came by, whose file mode says who may, or the address.
 
 If anybody else sends the header, the call is refused rather than the header ignored: it is a forgery, or it
 comes from an unlisted gateway, all of whose callers would silently be one tenant. For the same reason, a
 gateway that does not name the tenant is refused. Other metadata, labels and priorities have no effect here.
 
-Tenants are cached by the whole certificate, or else the address, and by the header, so that a connection that
-reuses the port of another is not taken for it.
+Tenants are cached by the whole certificate, the socket or address, and the header.
 """
 
 from __future__ import annotations
 
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from npugrad.errors import TenantRefused
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 _CERTIFICATE, _SPIFFE = "x509_pem_cert", b"spiffe://"
 _MAX_REMEMBERED = 1024
 """Maximum number of callers whose tenant is cached."""
+ARRIVED_BY: ContextVar[str] = ContextVar("ARRIVED_BY", default="")
+"""In the task of an RPC, the Unix socket that it came by; empty for TCP."""
 
 
 class Identities:
@@ -65,16 +67,19 @@ class Identities:
                     raise TenantRefused(f"{header}: found it more than once; expected it once")
                 claimed = value
         table = self._tenants.table
-        caller = (*facts.get(_CERTIFICATE, ()),) or context.peer()
+        address = address_of(context)
+        caller = (*facts.get(_CERTIFICATE, ()), address)
         tenant = table.remembered.get((caller, claimed))
         if tenant is None:
-            tenant = self._find(table, facts, context.peer(), claimed)
+            tenant = self._find(table, facts, address, claimed)
             if len(table.remembered) >= _MAX_REMEMBERED:
                 table.remembered.clear()
             table.remembered[caller, claimed] = tenant
         return tenant
 
-    def _find(self, table: TenantTable, facts: AuthContext, peer: str, claimed: str | bytes | None) -> Tenant:
+    def _find(
+        self, table: TenantTable, facts: AuthContext, address: str, claimed: str | bytes | None
+    ) -> Tenant:
         names = _names(facts)
         gateway = next((name for name in names if name in table.gateways), None)
         if gateway is not None:
@@ -91,7 +96,12 @@ class Identities:
             )
         if names:
             return table.tenant("certificate", *names)
-        return table.unlisted(host_of(peer))
+        return table.arrived_by(address)
+
+
+def address_of(context: Context) -> str:
+    """The name of a caller without an identity: its socket, or its peer without the port."""
+    return ARRIVED_BY.get() or host_of(context.peer())
 
 
 def host_of(peer: str) -> str:

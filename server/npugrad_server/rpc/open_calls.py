@@ -16,7 +16,7 @@ import grpc
 from npugrad.errors import ServerBusy
 from npugrad_server.pool.quotas import Quotas
 from npugrad_server.pool.tenant import Tenant
-from npugrad_server.rpc.identity import host_of
+from npugrad_server.rpc.identity import address_of
 from npugrad_server.rpc.rpc_call import RpcCall
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ class OpenCalls:
             method: Its name.
             busy: What the RPC ends with if there is no place or no memory, or if it loses its place.
         """
-        memory, tenant = self.memory, Tenant(host_of(context.peer()))
+        memory, tenant = self.memory, Tenant(address_of(context))
         call = RpcCall(context, method, "", tenant, task=asyncio.current_task(), memory=memory)
         try:
             self.enter(call)

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
     from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 
+    from npugrad_server.rpc.transport import GrpcServers
+
     Handler = Callable[[Any, "grpc.aio.ServicerContext[Any, Any]"], Awaitable[Any]]
     Deserializer = Callable[[bytes], Any]
     Serializer = Callable[[Any], bytes]
@@ -68,7 +70,7 @@ def frame_deserializer(message: type[Message]) -> Deserializer:
 
 
 def register(
-    server: grpc.aio.Server,
+    server: grpc.aio.Server | GrpcServers,
     service: ServiceDescriptor,
     handlers: Mapping[str, Handler],
     deserializers: Mapping[str, Deserializer] | None = None,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from npugrad_server.pool.tenant import NOBODY
 from npugrad_server.rpc.front_memory import FrontMemory
+from npugrad_server.rpc.identity import ARRIVED_BY
 
 if TYPE_CHECKING:
     import asyncio
@@ -50,6 +51,7 @@ class RpcCall:
         answered_s: When its reply, or the status behind it, began to wait to be taken; else None.
         is_slow: In a stream, tells whether the caller is slow; None in a unary call.
         failure: Why the server ended it while it waited for its caller.
+        socket: The Unix socket that it came by; empty for TCP.
         is_untaken: Whether its reply was not taken in time, and that was counted.
     """
 
@@ -73,6 +75,7 @@ class RpcCall:
     is_slow: Callable[[], bool] | None = None
     failure: NpugradError | None = None
     is_untaken: bool = False
+    socket: str = field(default_factory=ARRIVED_BY.get)
 
     def __post_init__(self) -> None:
         """Records the arrival, and how long the client will wait."""
@@ -84,6 +87,11 @@ class RpcCall:
         """Seconds until the client's deadline; None when it set none."""
         remaining: float | None = self.context.time_remaining()
         return remaining
+
+    @property
+    def peer(self) -> str:
+        """The peer as gRPC names it, or the Unix socket, which gRPC does not know."""
+        return self.socket or self.context.peer()
 
     @property
     def is_late(self) -> bool:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import asyncio
+import os
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import grpc.aio
 
 from npugrad_server.addresses import Address, AddressError, check_free
 from npugrad_server.rpc.front_limits import FrontLimits
+from npugrad_server.rpc.identity import ARRIVED_BY
 
 if TYPE_CHECKING:
     from npugrad_server.config import ServerSettings
@@ -27,27 +30,78 @@ _METADATA_BYTES, _MOST_METADATA_BYTES = 8 * 2**10, 16 * 2**10
 grpc's own defaults, set here so that no version of it has others."""
 
 
-def open_server(
+class GrpcServers:
+    """The gRPC servers of one process, one for each address: gRPC does not say by which a call came."""
+
+    def __init__(self, *servers: grpc.aio.Server) -> None:
+        self._servers = servers
+
+    def add_generic_rpc_handlers(self, handlers: tuple[grpc.GenericRpcHandler, ...]) -> None:
+        """As the method of a server, of each."""
+        for server in self._servers:
+            server.add_generic_rpc_handlers(handlers)
+
+    def add_registered_method_handlers(self, service: str, handlers: dict[str, Any]) -> None:
+        """As the method of a server, of each; grpc's generated code calls it."""
+        for server in self._servers:
+            server.add_registered_method_handlers(service, handlers)
+
+    async def start(self) -> None:
+        """Serves."""
+        for server in self._servers:
+            await server.start()
+
+    async def stop(self, grace_s: float | None) -> None:
+        """Stops all of them at the same time, as the method of a server."""
+        await asyncio.gather(*(server.stop(grace_s) for server in self._servers))
+
+    async def wait_for_termination(self) -> None:
+        """Waits until one of them ends."""
+        ends = [asyncio.ensure_future(server.wait_for_termination()) for server in self._servers]
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+
+
+class _ArrivedBy(grpc.aio.ServerInterceptor):
+    """Notes by which Unix socket a call came."""
+
+    def __init__(self, socket: str) -> None:
+        self._socket = socket
+
+    async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
+        """For what else runs in the task of the call."""
+        ARRIVED_BY.set(self._socket)
+        return await continuation(handler_call_details)
+
+
+def open_servers(
     settings: ServerSettings,
     *interceptors: grpc.aio.ServerInterceptor,
     certificates: LiveCertificates | None = None,
-) -> tuple[grpc.aio.Server, Address]:
-    """Binds the port; nothing is served yet.
+) -> tuple[GrpcServers, tuple[Address, ...]]:
+    """Binds the addresses; nothing is served yet.
 
     Args:
-        settings: Address and limits.
+        settings: Addresses and limits.
         interceptors: See calls before their handlers do.
         certificates: The server's certificates; None for plaintext.
 
     Returns:
-        The server, and its address with the bound port.
+        The servers, and their addresses with the bound ports.
 
     Raises:
-        AddressError: The address cannot be listened on.
+        AddressError: An address cannot be listened on.
     """
-    address = settings.listen_address
-    check_free(address)
-    server = grpc.aio.server(options=server_options(settings), interceptors=interceptors)
+    servers, addresses = [], []
+    for address in settings.listen_addresses:
+        check_free(address)
+        first = (_ArrivedBy(str(address)),) if address.path else ()
+        server = grpc.aio.server(options=server_options(settings), interceptors=(*first, *interceptors))
+        addresses.append(_bind(server, address, certificates))
+        servers.append(server)
+    return GrpcServers(*servers), tuple(addresses)
+
+
+def _bind(server: grpc.aio.Server, address: Address, certificates: LiveCertificates | None) -> Address:
     try:
         if certificates is None:
             port = server.add_insecure_port(str(address))
@@ -55,7 +109,9 @@ def open_server(
             port = server.add_secure_port(str(address), certificates.credentials())
     except RuntimeError as error:
         raise AddressError(f"cannot listen on {address}: {error}") from None
-    return server, address.with_port(port)
+    if address.mode is not None:
+        os.chmod(address.path, address.mode)
+    return address.with_port(port)
 
 
 def server_options(settings: ServerSettings) -> ChannelOptions:

@@ -88,16 +88,17 @@ def test_connections_of_a_unix_socket_whose_clients_take_nothing_are_ended(tmp_p
             connect(name)
         for name in ("stuck", "moving", "foreign"):
             servers[name].sendall(bytes(1000))
-        connections = UnixConnections(str(tmp_path / "own"))
-        assert connections.end_unread(0.0, is_short=True) == 0
+        connections = UnixConnections()
+        own = [str(tmp_path / "own")]
+        assert connections.end_unread(own, 0.0, is_short=True) == 0
         servers["moving"].sendall(bytes(1000))
-        assert connections.end_unread(UNMOVED_S - 1, is_short=True) == 0
+        assert connections.end_unread(own, UNMOVED_S - 1, is_short=True) == 0
         connect("young")
-        assert connections.end_unread(UNMOVED_S, is_short=True) == 1
+        assert connections.end_unread(own, UNMOVED_S, is_short=True) == 1
         assert {name for name in names if not is_open(clients[name])} == {"stuck"}
         servers["stuck"].close()
-        assert connections.end_unread(2 * UNMOVED_S, is_short=False) == 0
-        assert connections.end_unread(2 * UNMOVED_S, is_short=True) == 2
+        assert connections.end_unread(own, 2 * UNMOVED_S, is_short=False) == 0
+        assert connections.end_unread(own, 2 * UNMOVED_S, is_short=True) == 2
         assert {name for name in names if is_open(clients[name])} == {"young", "foreign"}
         connections.forget()
-        assert connections.end_unread(9 * UNMOVED_S, is_short=True) == 0
+        assert connections.end_unread(own, 9 * UNMOVED_S, is_short=True) == 0
