@@ -14,11 +14,10 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 from opentelemetry.sdk.trace import TracerProvider
-from tests.client.fake_service import Context, abort_with, fake_service, group_norm
+from tests.client.fake_service import fake_service, group_norm
 
-from npugrad.errors import ServerBusy
 from npugrad.timeline import SERVER_STAGES, serialize_marks
-from npugrad_client import Client, RetryPolicy
+from npugrad_client import Client
 from npugrad_client._attempt import Attempt
 from npugrad_client._chrome_trace import Trace
 from npugrad_client._clock import CallClock
@@ -164,21 +163,3 @@ def test_what_a_call_says_of_itself_can_be_copied_and_sent_whatever_listened_to_
             assert found.timeline == info.timeline
         # JSON has lists in place of tuples
         assert json.loads(json.dumps(asdict(info))) == {**asdict(info), "verified": []}
-
-
-def test_a_call_of_several_tries_keeps_its_timeline() -> None:
-    tries = iter((True, False))
-
-    def busy_once(context: Context) -> None:
-        if next(tries):
-            abort_with(context, ServerBusy("busy", operator=OPERATOR))
-
-    retry = RetryPolicy(initial_backoff_s=0.001)
-    with (
-        fake_service(before=busy_once) as service,
-        Client(service.address, timeout_s=60, retry=retry) as client,
-    ):
-        info = client.group_norm_backward(**group_norm()).info
-    assert info.tries == 2
-    assert info.timeline is not None
-    assert [each.error for each in info.timeline.tries] == ["ServerBusy", ""]

@@ -16,7 +16,6 @@ import pytest
 from tests.client.both import BOTH, PAIRS, WAYS, Looped, Make, call_once, failures
 from tests.client.fake_service import STREAMED, UNARY, Gate, fake_service, group_norm
 
-import npugrad
 from npugrad_client import (
     AsyncClient,
     Cancelled,
@@ -26,7 +25,6 @@ from npugrad_client import (
     NpugradError,
     RetryPolicy,
     TransportError,
-    UnsupportedOperator,
 )
 from npugrad_client._channels import KEEPALIVE_S, _proxy_note, channel_options
 from npugrad_client._targets import DEFAULT_PORT
@@ -391,21 +389,6 @@ def test_other_hosts_may_be_behind_a_proxy_and_little_is_read_ahead_on_this_one_
     options = channel_options(target)
     assert (("grpc.enable_http_proxy", 0) in options) is is_direct
     assert (("grpc.http2.bdp_probe", 0) in options) is is_short
-
-
-def test_a_service_of_another_kind_is_told_what_was_expected() -> None:
-    with (
-        fake_service() as service,
-        Client(service.address, timeout_s=20) as client,
-        pytest.raises(UnsupportedOperator) as caught,
-    ):
-        client.server_info()
-    assert str(caught.value) == (
-        f"server_info: {service.address}: the server does not know this method of npugrad.v1; "
-        f"it must speak npugrad.v1, as this client of version {npugrad.__version__} does "
-        "(gRPC: Method not found!)"
-    )
-    assert isinstance(caught.value.cause, grpc.RpcError)
 
 
 @pytest.mark.parametrize(

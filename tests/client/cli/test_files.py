@@ -199,13 +199,6 @@ def test_an_attribute_that_cannot_be_read_is_told(text: str, message: str) -> No
         files.parse_attrs(GRID, [text])
 
 
-def test_all_missing_attributes_are_told_at_once() -> None:
-    message = r"no value for c, hxw, group; set --attr c=VALUE or a key in the file"
-    with pytest.raises(FileError, match=message):
-        files.check_complete(NORM, {"n": 1, "output_mask": None})
-    files.check_complete(NORM, dict.fromkeys(("n", "c", "hxw", "group", "output_mask"), 1))
-
-
 # -------------------------------------------------------------------------------------------------- metas
 
 
