@@ -190,13 +190,6 @@ def both(targets: list[str], policy: RetryPolicy | None, way: int, number: int =
         return list(pool.map(asked, (Client, Looped)))
 
 
-@WAYS
-def test_calls_go_round(way: int) -> None:
-    with fake_service() as one, fake_service() as two, fake_service() as three:
-        both([one.address, two.address, three.address], None, way, 6)
-    assert [len(seen.methods) for seen in (one, two, three)] == [4, 4, 4]
-
-
 @pytest.fixture
 def long_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that was lost rests for longer than a test takes, on a busy machine too."""

@@ -150,10 +150,14 @@ def test_a_client_of_another_major_version_is_told_what_is_spoken_here(
 def test_a_server_of_another_major_version_is_told_apart_from_one_that_lacks_an_operator(
     make: Make, stream_from_bytes: int
 ) -> None:
-    with serves_nothing() as address, pytest.raises(UnsupportedOperator) as caught:
-        ask(make, address, GROUP_NORM.name, call_of(GROUP_NORM), stream_from_bytes=stream_from_bytes)
-    assert str(caught.value).startswith(
-        f"group_norm_backward: {address}: the server does not know this method of npugrad.v1; "
-        f"it must speak npugrad.v1, as this client of version {version('npugrad')} does"
-    )
-    assert (caught.value.tries, caught.value.retryable) == (1, False)
+    asked: dict[str, dict[str, Any]] = {GROUP_NORM.name: call_of(GROUP_NORM), "server_info": {}}
+    with serves_nothing() as address:
+        for name, call in asked.items():
+            with pytest.raises(UnsupportedOperator) as caught:
+                ask(make, address, name, call, stream_from_bytes=stream_from_bytes)
+            assert str(caught.value).startswith(
+                f"{name}: {address}: the server does not know this method of npugrad.v1; "
+                f"it must speak npugrad.v1, as this client of version {version('npugrad')} does"
+            )
+            assert (caught.value.tries, caught.value.retryable) == (1, False)
+            assert isinstance(caught.value.cause, grpc.RpcError)

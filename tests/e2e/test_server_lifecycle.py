@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import socket
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +20,6 @@ from npugrad.products import Product
 from npugrad.v1 import (
     backward_pb2_grpc,
     server_pb2,
-    server_pb2_grpc,
 )
 from npugrad_server.pool.circuit_breaker import OPEN_S
 
@@ -128,15 +126,6 @@ def test_settings_that_differ_from_their_defaults_are_logged_in_one_record_by_or
     assert logged["chosen"].keys() == {"device_memory_bytes"}
     info = configured.info()
     assert (info.product, info.limits.max_queue_depth) == (Product.ATLAS_A3.wire, 5)
-
-
-def test_check_finds_nothing_wrong_with_a_server_that_could_start(tmp_path: Path) -> None:
-    ended = run_command(
-        "check", "--listen", "127.0.0.1:0", "--metrics-listen", "127.0.0.1:0", "--devices", "cpu:0"
-    )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert re.search(r"^ok    cpu:0: ready, cpu", ended.stdout, re.MULTILINE)
-    assert "FAIL" not in ended.stdout
 
 
 def test_check_lists_everything_that_is_missing_at_once(server: ServerProcess, tmp_path: Path) -> None:
@@ -283,24 +272,6 @@ def test_server_info_tells_product_devices_limits_and_versions(server: ServerPro
     assert "group_norm_backward" in info.operators
     assert info.uptime_s > 0
     assert info.verify_sample == 0
-
-
-@pytest.mark.parametrize("product", [None, *Product])
-def test_operators_are_listed_for_a_product(server_channel: grpc.Channel, product: Product | None) -> None:
-    request = server_pb2.ListOperatorsRequest(product=product.wire if product else 0)  # type: ignore[arg-type]
-    listed = server_pb2_grpc.ServerServiceStub(server_channel).ListOperators(request, timeout=TIMEOUT_S)
-    operators = {operator.name: operator for operator in listed.operators}
-    assert operators["multi_scale_deformable_attention_grad"].supported == (
-        product is not Product.ATLAS_TRAINING
-    )
-    norm = operators["group_norm_backward"]
-    assert norm.aclnn_name == "aclnnGroupNormBackward"
-    assert [p.name for p in norm.parameters][:3] == ["grad_out", "input", "mean"]
-    assert {p.role for p in norm.parameters} == {"input", "attribute", "output"}
-    ids = [constraint.id for constraint in norm.constraints]
-    assert "group.positive" in ids
-    assert ("c.per_group" in ids) == (product is not Product.ATLAS_TRAINING)
-    assert len(norm.parameters[0].data_types) == (2 if product is Product.ATLAS_TRAINING else 3)
 
 
 # ----------------------------------------------------------------------------------------- metrics

@@ -133,18 +133,6 @@ def busy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
         yield running
 
 
-def test_cancelled_call_frees_everything(busy: ServerProcess) -> None:
-    made = sample()
-    with busy.channel() as channel:
-        method = backward_pb2_grpc.BackwardServiceStub(channel).GroupNormBackward
-        running, waiting = (method.future(made.message(), timeout=TIMEOUT_S) for _ in range(2))
-        waiting.cancel()
-        running.result()
-        with pytest.raises(grpc.FutureCancelledError):
-            waiting.result()
-    eventually(lambda: idle(busy.info()), "no arena byte in use", busy)
-
-
 def test_overload_is_refused_with_a_time_to_retry(busy: ServerProcess) -> None:
     made = sample()
     with busy.channel() as channel:
