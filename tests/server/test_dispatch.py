@@ -195,13 +195,6 @@ async def test_wire_comes_before_constraints_and_constraints_before_content() ->
         assert dispatcher.pool.stats().accepted_calls == 0
 
 
-async def test_null_mask_checks_nothing_and_returns_nothing() -> None:
-    made = named_sample("grid_sampler_2d_backward", "mask_null")
-    async with dispatching() as dispatcher:
-        response, _ = await called(dispatcher, planned(dispatcher, made))
-        assert not decode_response(made.record, response).contents
-
-
 async def test_what_never_fits_is_refused_before_it_is_admitted() -> None:
     """A reply beyond a message, operands beyond the arena."""
     async with dispatching(max_message_bytes=65536 + 100) as dispatcher:

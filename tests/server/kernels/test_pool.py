@@ -104,35 +104,6 @@ def test_a_call_nobody_wants_ends_between_tasks(kernels: Kernels) -> None:
     assert len(again) == 50
 
 
-def test_what_check_wanted_raises_comes_out(kernels: Kernels) -> None:
-    call = NORM.build(n=2, c=8, hxw=64, group=2)
-    inputs = NORM.make_inputs(call, np.random.default_rng(0))
-
-    def gone() -> None:
-        raise KeyError("nobody waits")
-
-    with pytest.raises(KeyError, match="nobody waits"):
-        kernels.run(NORM, inputs, call.attrs, outputs_for(NORM, call), gone)
-    asked: list[int] = []
-    kernels.run(NORM, inputs, call.attrs, outputs_for(NORM, call), lambda: asked.append(1))
-    assert asked
-
-
-def test_concurrent_calls_give_the_bits_of_calls_alone(make_kernels: Callable[[int], Kernels]) -> None:
-    kernels = make_kernels(3)
-    calls = [NORM.build(n=2, c=12, hxw=1000 + 37 * i, group=1 + i % 3) for i in range(6)]
-    inputs = [NORM.make_inputs(call, np.random.default_rng(i)) for i, call in enumerate(calls)]
-    pairs = list(zip(calls, inputs, strict=True))
-    alone = [computed(kernels, NORM, *pair) for pair in pairs]
-    with ThreadPoolExecutor(6) as callers:
-        for _ in range(5):
-            together = list(
-                callers.map(lambda pair: computed(kernels, NORM, *pair), zip(calls, inputs, strict=True))
-            )
-            for found, expected in zip(together, alone, strict=True):
-                assert_same_bits(found, expected)
-
-
 def test_scratch_memory_is_aligned_and_never_shared(kernels: Kernels) -> None:
     for nbytes in (1, 64, 5000, 3 * 2**20, 9 * 2**20):
         for _ in range(3):

@@ -6,10 +6,7 @@ import asyncio
 import itertools
 import os
 import resource
-import select
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterable
 from dataclasses import replace
@@ -202,32 +199,6 @@ def test_what_a_worker_started_ends_with_it() -> None:
     finally:
         for pid in _alive(LEFT):
             os.kill(pid, signal.SIGKILL)
-
-
-_FRONT = """
-import asyncio
-from npugrad import Product
-from npugrad_server.pool import DevicePool, PoolSettings
-
-async def main():
-    devices, mib = ("test:0",), 1 << 20
-    settings = PoolSettings(devices, Product.ATLAS_A2, mib, mib, 0, 9, 1, 1, 30, 1, 1, 1)
-    pool = await DevicePool.open(settings)
-    await pool.wait_ready(30)
-    print(pool.devices()[0].pid, flush=True)
-    await asyncio.sleep(60)
-
-asyncio.run(main())
-"""
-
-
-def test_workers_do_not_outlive_a_front_that_was_killed() -> None:
-    with subprocess.Popen([sys.executable, "-c", _FRONT], stdout=subprocess.PIPE, text=True) as front:
-        assert front.stdout is not None
-        worker = os.pidfd_open(int(front.stdout.readline()))
-        front.kill()
-    assert select.select([worker], [], [], 60)[0], "a worker outlived its front process"
-    os.close(worker)
 
 
 LIMITS = resource.getrlimit(resource.RLIMIT_NOFILE)
