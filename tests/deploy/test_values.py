@@ -53,17 +53,10 @@ _WIDEST = 50
         ({"replicas": 0}, "/replicas"),
         ({"replica": 2}, "'replica' not allowed"),
         ({"devices": {"resource": "nvidia.com/gpu"}}, "/devices/resource"),
-        ({"devices": {"count": 1.5}}, "/devices/count"),
-        ({"timing": {"drainDelay": "5s"}}, "/timing/drainDelay"),
         ({"extraArgs": ["log-level=debug"]}, "/extraArgs/0"),
-        ({"tenants": {"configMapName": "No Name"}}, "/tenants/configMapName"),
-        ({"tenants": {"name": "mine"}}, "'name' not allowed"),
-        ({"service": {"grpcPort": 80}}, "/service/grpcPort"),
         ({"podLabels": {"team": "computer vision"}}, "/podLabels/team"),
         ({"podLabels": {"app.kubernetes.io/component": "mine"}}, "invalid propertyName"),
-        ({"podDisruptionBudget": {"maxUnavailable": "150%"}}, "/podDisruptionBudget/maxUnavailable"),
         ({"tolerations": [{"key": "npu", "effect": "NoScheduling"}]}, "/tolerations/0/effect"),
-        ({"grpcRoute": {"parentRefs": [{"gateway": "edge"}]}}, "'gateway' not allowed"),
     ],
 )
 def test_schema_refuses_what_is_no_value(values: dict[str, Any], told: str) -> None:
