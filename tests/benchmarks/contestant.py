@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -34,13 +34,6 @@ Call = Callable[[], "Mapping[str, npt.NDArray[Any]]"]
 
 _PROJECTIONS = 3
 _BLOCK = 2**20
-
-
-class Subject(Protocol):
-    """What a contestant does; made once per process from keyword arguments."""
-
-    def prepare(self, case: Mapping[str, Any]) -> Call:
-        """What makes one call of a case and returns its results by name."""
 
 
 def fingerprint(results: Mapping[str, npt.NDArray[Any]]) -> dict[str, list[float]]:
