@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import platform
 import re
-import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+
+import psutil
 
 _VECTOR_FLAGS = re.compile(r"^(sse4_2|avx|avx2|fma|f16c|avx512\w*|avx_vnni|amx_\w+|asimd\w*|sve\w*|bf16)$")
 _QUIET = 0.9
@@ -43,24 +44,11 @@ def environment() -> dict[str, str]:
 
 
 def _idle() -> str:
-    share = idle_share()
+    seen = psutil.cpu_times_percent(0.5)
+    share = (seen.idle + seen.iowait) / 100  # well below 1, something else runs
     return f"{share:.0%} of the cores" + (
         "" if share > _QUIET else ": OTHER WORK RUNS, do not quote the figures"
     )
-
-
-def idle_share(seconds: float = 0.5) -> float:
-    """Share of the cores' time that nobody used while this waited; well below 1, something else runs."""
-    idle, total = _cpu_times()
-    time.sleep(seconds)
-    later_idle, later_total = _cpu_times()
-    return (later_idle - idle) / max(later_total - total, 1)
-
-
-def _cpu_times() -> tuple[int, int]:
-    """Ticks of all cores since the machine started: idle or waiting for a disk, and all."""
-    times = [int(ticks) for ticks in _text(Path("/proc/stat")).partition("\n")[0].split()[1:9]]
-    return sum(times[3:5]), sum(times)
 
 
 def allocator() -> str:

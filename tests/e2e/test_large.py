@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
+from tests.benchmarks.resident import status_bytes
 from tests.calls import call_execute, call_unary, failure_of, header_frame, sample
 from tests.e2e.harness import Array, Wire
 from tests.fix_server import ServerProcess, run_server
@@ -41,8 +43,7 @@ _PAUSE_S = 0.02
 
 def available_bytes() -> int:
     """Memory that can be had now: of the machine, and of the control group where there is a limit."""
-    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    available = int(fields["MemAvailable"].split()[0]) * 1024
+    available: int = psutil.virtual_memory().available
     group = Path("/sys/fs/cgroup")
     try:
         limit, used = ((group / name).read_text().strip() for name in ("memory.max", "memory.current"))
@@ -180,8 +181,7 @@ def watched(running: ServerProcess) -> Iterator[Peaks]:
 
 def anonymous_bytes(pid: int) -> int:
     """Memory of a process that is neither file nor shared: what it took for itself."""
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+    return status_bytes("RssAnon", pid)
 
 
 def assert_healthy(running: ServerProcess) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from tests.benchmarks.resident import restart_peak, status_bytes
 from tests.calls import Sample, fill
 from tests.e2e.harness import (
     STREAMED,
@@ -114,17 +113,9 @@ def test_a_content_that_is_sent_all_the_same_takes_no_arena(small: ServerProcess
 
 def peak_growth(pid: int, act: Callable[[], object]) -> int:
     """Bytes by which the memory of a process exceeded, meanwhile, what it had."""
-    process = Path(f"/proc/{pid}")
-
-    def memory(name: str) -> int:
-        return 1024 * int(
-            re.findall(rf"^{name}:\s+(\d+) kB", (process / "status").read_text(), re.MULTILINE)[0]
-        )
-
-    (process / "clear_refs").write_text("5")  # the peak starts anew from what is there
-    before = memory("VmRSS")
+    before = restart_peak(pid)
     act()
-    return memory("VmHWM") - before
+    return status_bytes("VmHWM", pid) - before
 
 
 def test_they_take_no_memory_of_the_worker(small: ServerProcess) -> None:

@@ -93,6 +93,7 @@ import random, sys, time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 import numpy as np
+from tests.benchmarks.resident import status_bytes
 from npugrad import OPERATORS
 from npugrad_server.backends.cpu.kernels import Kernels
 
@@ -206,20 +207,18 @@ _PEAK = """
 import sys
 from pathlib import Path
 import numpy as np
+from tests.benchmarks.resident import status_bytes
 from npugrad import OPERATORS
 from npugrad_server.backends.cpu.kernels import Kernels
-
-def status(key):
-    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(key))
 
 record = OPERATORS["fused_floyd_attention_grad"]
 call = record.build(dtype=sys.argv[2], n=256, m=256, k=256, d=32)
 inputs = {n: None if m is None else np.ones(m.shape, m.dtype.numpy) for n, m in call.inputs.items()}
 kernels = Kernels(2, Path(sys.argv[1]))
-before = status("VmRSS")
+before = status_bytes("VmRSS")
 outputs = {n: np.empty(m.shape, m.dtype.numpy) for n, m in record.infer(call).items()}
 kernels.run(record, inputs, call.attrs, outputs)
-print(status("VmHWM") - before)
+print(status_bytes("VmHWM") - before)
 """
 
 
