@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import subprocess
-import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -20,6 +18,7 @@ from opentelemetry.trace import SpanContext, SpanKind, StatusCode, TraceFlags, T
 from tests.client.both import BOTH, WAYS, Make, call_once
 from tests.client.fake_service import STREAMED, Context, Gate, abort_with, fake_service, group_norm
 from tests.fix_server import ServerProcess
+from tests.interpreter import printed
 
 from npugrad.errors import ServerBusy
 from npugrad_client import AsyncClient, Client, InvalidOperand, RetryPolicy
@@ -278,11 +277,8 @@ for kind in (Client, AsyncClient):
 
 def test_a_client_needs_opentelemetry_for_tracing_only_and_says_how_to_get_it() -> None:
     with fake_service() as seen:
-        ran = subprocess.run(
-            [sys.executable, "-c", _WITHOUT, seen.address], capture_output=True, text=True, timeout=120
-        )
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.count("pip install '.[otel]' in a checkout of npugrad") == 2
+        lines = printed(_WITHOUT, seen.address, timeout_s=120)
+    assert lines.count("pip install '.[otel]' in a checkout of npugrad") == 2
 
 
 def test_a_client_that_traces_by_the_global_provider_can_be_pickled_and_no_other(spans: Spans) -> None:

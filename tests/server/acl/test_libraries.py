@@ -9,12 +9,12 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.interpreter import printed
 
 pytestmark = pytest.mark.npu_sim
 
@@ -83,15 +83,7 @@ def resolve(home: Path | None, **variables: str) -> dict[str, Any]:
     environment = {name: os.environ[name] for name in kept if name in os.environ}
     if home is not None:
         environment["ASCEND_HOME_PATH"] = str(home)
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        env={**environment, **variables},
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=300,
-    )
-    found: dict[str, Any] = json.loads(done.stdout)
+    found: dict[str, Any] = json.loads(printed(PROGRAM, env={**environment, **variables}, timeout_s=300))
     return found
 
 

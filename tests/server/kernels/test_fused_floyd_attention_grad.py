@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 from tests.derived import told
+from tests.interpreter import printed
 from tests.server.kernels.compare import (
     DTYPES,
     Inputs,
@@ -156,16 +155,8 @@ for threads in map(int, sys.argv[3:]):
 def test_calls_given_up_at_any_moment_end_and_leave_nothing_behind(
     library: Path, rounds: int, threads: str
 ) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", _GIVEN_UP, str(library), str(rounds), *threads.split()],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=480,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    given_up = dict(line.split() for line in done.stdout.splitlines())
+    lines = printed(_GIVEN_UP, library, rounds, *threads.split(), cwd=ROOT, timeout_s=480)
+    given_up = dict(line.split() for line in lines.splitlines())
     assert list(given_up) == threads.split()
     assert min(map(int, given_up.values())) >= 3, "each caller gives up its first call at once"
 
@@ -227,12 +218,4 @@ print(status_bytes("VmHWM") - before)
 )
 def test_memory_does_not_grow_with_the_scores(library: Path, dtype: str, most: float) -> None:
     """Outputs included, in float32 operands; one tensor of scores would take 8 of them."""
-    done = subprocess.run(
-        [sys.executable, "-c", _PEAK, str(library), dtype],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    assert int(done.stdout) < most * 256 * 256 * 32 * 4
+    assert int(printed(_PEAK, library, dtype, cwd=ROOT)) < most * 256 * 256 * 32 * 4

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import platform
-import subprocess
-import sys
 
 import pytest
+from tests.interpreter import printed
 
 # Blocks of the size of a chunk, more than one at a time: what transport and NumPy do.
 _PROGRAM = """
@@ -82,25 +81,17 @@ asyncio.run(main())
 _GLIBC = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another malloc takes no notice")
 
 
-def printed(program: str, how: str, **settings: str) -> int:
+def counted(program: str, how: str, **settings: str) -> int:
     plain = {
         name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_", "LD_"))
     }
-    done = subprocess.run(
-        [sys.executable, "-c", program, how],
-        env={**plain, **settings},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    return int(done.stdout)
+    return int(printed(program, how, env={**plain, **settings}))
 
 
 @_GLIBC
 def test_blocks_are_reused_without_page_faults() -> None:
     pages = 10 * 12 * 2**20 // os.sysconf("SC_PAGE_SIZE")
-    kept, plain = printed(_PROGRAM, "keep"), printed(_PROGRAM, "plain")
+    kept, plain = counted(_PROGRAM, "keep"), counted(_PROGRAM, "plain")
     assert plain > pages / 2, "glibc keeps what is freed by itself: the function is not needed any more"
     assert kept < pages / 20, f"{kept} page faults; {plain} without"
 
@@ -108,7 +99,7 @@ def test_blocks_are_reused_without_page_faults() -> None:
 @_GLIBC
 def test_threads_reuse_what_others_freed() -> None:
     pages = 5 * 12 * 2**20 // os.sysconf("SC_PAGE_SIZE")
-    one, several = printed(_THREADS, "one"), printed(_THREADS, "several")
+    one, several = counted(_THREADS, "one"), counted(_THREADS, "several")
     assert several > pages / 2, "threads reuse it by themselves: the function is not needed any more"
     assert one < pages / 10, f"{one} more pages resident; {several} without"
 
@@ -119,10 +110,10 @@ def test_threads_reuse_what_others_freed() -> None:
 )
 def test_arenas_that_somebody_asked_for_stay(name: str, value: str) -> None:
     pages = 5 * 12 * 2**20 // os.sysconf("SC_PAGE_SIZE")
-    assert printed(_THREADS, "one", **{name: value}) > pages / 2
+    assert counted(_THREADS, "one", **{name: value}) > pages / 2
 
 
 @_GLIBC
 def test_freed_memory_that_nobody_needs_is_given_back() -> None:
-    assert printed(_FREED, str(2**27)) > 900 * 2**16
-    assert printed(_FREED, "0") < 100 * 2**16
+    assert counted(_FREED, str(2**27)) > 900 * 2**16
+    assert counted(_FREED, "0") < 100 * 2**16
