@@ -208,7 +208,7 @@ def drawn(
     derived = Derived(record, {**sizes, **chosen}, "drawn")
     call = derived.call(dtypes[int(rng.integers(len(dtypes)))])
     for attr in record.attrs:
-        if attr.type == "double":
+        if attr.type in ("double", "float"):
             call = call.with_attrs(**{attr.name: float(rng.choice((1, 0, -0.5))) * call.number(attr.name)})
     operands = derived.unrelated(call, seed)
     spread = rng.choice((1, 1, 2, 9))

@@ -8,17 +8,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from npugrad import pixel_edges
-from npugrad.tolerance import compare
+from npugrad.tolerance import compare, is_exact
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
     import numpy.typing as npt
 
+    from npugrad.meta import TensorMeta
     from npugrad.operator import Arrays, OpRecord
     from npugrad.tolerance import Comparison
 
-    Golden = dict[str, npt.NDArray[np.float64]]
+    Golden = dict[str, npt.NDArray[Any]]
 
 _EPS = 2.0**-23
 _STEPS = 4
@@ -59,12 +60,22 @@ class Agreement:
 
 
 def computed(
-    record: OpRecord, inputs: Arrays, attrs: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
+    record: OpRecord, inputs: Arrays, attrs: Mapping[str, Any], results: Mapping[str, npt.NDArray[Any]]
 ) -> Golden:
-    """Computes the reference's float64 values of the outputs whose shapes are given by name."""
-    golden = {name: np.empty(shape, np.float64) for name, shape in shapes.items()}
+    """Computes the reference's values for results of these shapes: in float64, integers in their own type."""
+    golden = {
+        name: np.empty(array.shape, array.dtype if is_exact(array.dtype) else np.float64)
+        for name, array in results.items()
+    }
     record.reference(inputs, attrs, golden)
     return golden
+
+
+def unwritten(meta: TensorMeta) -> npt.NDArray[Any]:
+    """A result that shows where nobody wrote: NaN, or the lowest integer."""
+    dtype = meta.dtype.numpy
+    value = np.iinfo(dtype).min if dtype.kind in "iu" else dtype.kind == "b" or np.nan
+    return np.full(meta.shape, value, dtype)
 
 
 def agreement(
@@ -72,7 +83,7 @@ def agreement(
     inputs: Arrays,
     attrs: Mapping[str, Any],
     results: Mapping[str, npt.NDArray[Any]],
-    golden: Mapping[str, npt.NDArray[np.float64]] | None = None,
+    golden: Mapping[str, npt.NDArray[Any]] | None = None,
 ) -> Agreement:
     """Compares results with the reference; checks whether conditioning or pixel edges explain a difference.
 
@@ -80,14 +91,13 @@ def agreement(
         record: The operator.
         inputs: Operands of a legal call by name, None for null.
         attrs: Attributes by name.
-        results: Wanted outputs by name, of any float dtype that `compare` takes.
+        results: Wanted outputs by name.
         golden: Result of `computed`, if the caller has it already; it is not changed.
 
     Raises:
         ValueError: As for `compare`.
     """
-    shapes = {name: array.shape for name, array in results.items()}
-    values = computed(record, inputs, attrs, shapes) if golden is None else golden
+    values = computed(record, inputs, attrs, results) if golden is None else golden
     found = Agreement(_compared(record, inputs, attrs, results, values, {}))
     if found.ok:
         return found
@@ -134,7 +144,7 @@ def conditioning(
             moved[name] = array.astype(np.float64) * (1 + _EPS * drawn.choice((-1.0, 1.0), array.shape))
     largest = max((array.size for array in inputs.values() if array is not None), default=0)
     with np.errstate(all="ignore"):
-        other = computed(record, moved, attrs, {name: array.shape for name, array in golden.items()})
+        other = computed(record, moved, attrs, {n: a for n, a in golden.items() if not is_exact(a.dtype)})
         off = {name: np.abs(array - golden[name]) for name, array in other.items()}
     return {
         name: _STEPS

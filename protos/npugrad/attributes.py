@@ -87,7 +87,7 @@ class Scalar:
 AttrValue = int | float | bool | str | Scalar | tuple[bool, ...] | tuple[int, ...] | tuple[float, ...] | None
 """Value of an attribute of any kind; None is a null pointer."""
 AttrType = Literal[
-    "int64", "int32", "int8", "uint64", "double", "bool",
+    "int64", "int32", "int8", "uint64", "double", "float", "bool",
     "int64_array", "float_array", "bool_array", "scalar", "string",
 ]  # fmt: skip
 """Name of a kind."""
@@ -156,6 +156,11 @@ def _double(value: Any) -> float:
     raise OverflowError("outside double")
 
 
+def _float(value: Any) -> float:
+    rounded: float = struct.unpack("<f", struct.pack("<f", _double(value)))[0]  # OverflowError beyond float32
+    return rounded
+
+
 def _bool(value: Any) -> bool:
     if isinstance(value, (bool, np.bool_)):
         return bool(value)
@@ -218,6 +223,7 @@ KINDS: Mapping[AttrType, AttrKind] = {
     "int8": AttrKind("int8_t", "int", "an integer in int8", _within(-128, 127)),
     "uint64": AttrKind("uint64_t", "int", "an integer in uint64", _within(0, 2**64 - 1)),
     "double": AttrKind("double", "float", "a number", _double),
+    "float": AttrKind("float", "float", "a number in float32", _float),
     "bool": AttrKind("bool", "bool", "True or False", _bool),
     "int64_array": AttrKind(
         "aclIntArray*",

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from npugrad.attributes import AttrValue
-    from npugrad.operator import OpRecord
+    from npugrad.operator import OpRecord, TensorParam
     from npugrad.products import Product
     from npugrad.timeline import Recorded
     from npugrad.v1 import operators_pb2, tensor_pb2
@@ -161,15 +161,16 @@ def check_contents(wire: WireCall, *, chunked: bool) -> None:
     Raises:
         MalformedTensor: A content is missing, too short or too long, or announced where no chunks follow.
         InvalidRecipe: RECIPE_INVALID: a recipe from which nothing can be generated.
-        RequestError: CONTENT_UNSUPPORTED: shared memory.
+        RequestError: CONTENT_UNSUPPORTED: shared memory, or a type that is legal but never carried.
     """
-    for name, meta in wire.call.inputs.items():
+    for param in wire.record.inputs:
+        name, meta = param.name, wire.call.inputs[param.name]
         if meta is None:
             continue
-        if name in wire.unsupported:
+        problem = _kind_problem(param, meta, wire.unsupported.get(name))
+        if problem:
             raise RequestError(
-                f"{wire.record.name}: {name}: found content of kind "
-                f"{wire.unsupported[name]}; expected data, chunks or a recipe",
+                f"{wire.record.name}: {name}: {problem}",
                 reason="CONTENT_UNSUPPORTED",
                 operator=wire.record.name,
                 operand=name,
@@ -185,6 +186,15 @@ def check_contents(wire: WireCall, *, chunked: bool) -> None:
             raise MalformedTensor(
                 f"{wire.record.name}: {name}: {problem}", operator=wire.record.name, operand=name
             )
+
+
+def _kind_problem(param: TensorParam, meta: TensorMeta, kind: str | None) -> str | None:
+    if kind is not None:
+        return f"found content of kind {kind}; expected data, chunks or a recipe"
+    if meta.dtype not in param.uncarried:
+        return None
+    carried = ", ".join(dict.fromkeys(dtype for dtypes in param.dtypes.values() for dtype in dtypes))
+    return f"found dtype {meta.dtype}, which the operator takes, but which is never sent; expected {carried}"
 
 
 def _content_problem(meta: TensorMeta, found: WireContent | None, chunked: bool) -> str | None:

@@ -220,7 +220,7 @@ class CallMeta:
         return value
 
     def number(self, name: str) -> float:
-        """A double attribute."""
+        """A double or float attribute."""
         value = self.attrs[name]
         if not isinstance(value, (int, float)):
             raise KeyError(f"{name} is not a number")

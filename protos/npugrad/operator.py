@@ -109,6 +109,8 @@ class TensorParam:
         doc: Shape in symbols and meaning.
         dtypes: Supported types by product.
         like: For an output, the input that it is the gradient of, or has the shape of.
+        uncarried: Types that the operator's page has and the service never carries, such as complex64: legal,
+            but refused with CONTENT_UNSUPPORTED where a call has them.
         optional: Whether null is legal for an input.
         device_view: Shape in which it is passed to the device; None for its own.
         axes: Order of its axes in the formula, as backends and the reference receive them; None if the
@@ -126,6 +128,7 @@ class TensorParam:
     doc: str
     dtypes: Mapping[Product, tuple[DType, ...]]
     like: str = ""
+    uncarried: tuple[DType, ...] = ()
     optional: bool = False
     device_view: Callable[[TensorMeta], tuple[int, ...]] | None = None
     axes: Callable[[TensorMeta], tuple[int, ...]] | None = None

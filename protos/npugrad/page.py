@@ -137,7 +137,8 @@ class Page(Citing):
     ) -> None:
         """An output with dtype and shape of an input, or as `meta` says; it has a bit of the mask, if any."""
         own, bit = extra.get("dtypes"), len(self._metas) if MASK in self.params else None
-        extra = {"dtypes": self.tensor(like).dtypes, "doc": doc, "like": like, "masked_by": bit, **extra}
+        types = {} if own else {key: getattr(self.tensor(like), key) for key in ("dtypes", "uncarried")}
+        extra = {**types, "doc": doc, "like": like, "masked_by": bit, **extra}
         self._tensor(name, "output", extra)
         self._bits[name] = bit
         self._metas[name] = meta or (lambda call: self._alike(call, like, own))

@@ -7,7 +7,8 @@ absolute allowance `extra` that an operator's record may add for terms that canc
     the whole tensor mean|e| <= T*(mean|g| + tiny) + extra
 
 where tiny is the smallest normal number of the dtype. If g, cast to the dtype, is not finite, the result must
-have the same non-finite value; such elements are excluded from everything else.
+have the same non-finite value; such elements are excluded from everything else. Integers and bools must be
+equal.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from npugrad.dtypes import DType, dtype_from_name
+from npugrad.dtypes import DATA_DTYPES, DType, dtype_from_name
 from npugrad.references._blocks import flat_float64, spans, store
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ T: dict[DType, float] = {
     DType.BFLOAT16: 2.0**-7,
     DType.FLOAT64: 2.0**-40,
 }
-"""The relative tolerance of each dtype that has one."""
+"""The relative tolerance of each float dtype."""
 _TINY = {
     DType.FLOAT32: 2.0**-126,
     DType.FLOAT16: 2.0**-14,
@@ -165,12 +166,17 @@ class _Block:
     non_finite: int
 
 
+def is_exact(dtype: np.dtype[Any]) -> bool:
+    """Whether results of this type must equal the golden values: integers and bools."""
+    return dtype.kind in "iub"
+
+
 def compare(golden: npt.NDArray[Any], got: npt.NDArray[Any], extra: float = 0.0) -> Comparison:
     """Compares a result with golden values, in blocks of bounded memory.
 
     Args:
-        golden: Golden values of any float dtype, preferably float64, in any layout.
-        got: The result: float32, float16, bfloat16 or float64, of the same shape, in any layout.
+        golden: Golden values in any layout, preferably in float64; integers and bools in their own dtype.
+        got: The result, of the same shape, in any layout.
         extra: Absolute error allowed beyond the common formula, as from `OpRecord.extra_tolerance`.
 
     Raises:
@@ -229,6 +235,8 @@ def wrong_elements(
 
 
 def _allowance(scale: _Scale, tolerance: float, got: npt.NDArray[Any], extra: float) -> Allowance:
+    if is_exact(got.dtype):  # whatever differs is unlike; the mean says nothing more
+        return Allowance(relative=0.0, absolute=0.5, mean=math.inf)
     tiny = _TINY[dtype_from_name(got.dtype)]
     return Allowance(
         relative=10 * tolerance,
@@ -241,15 +249,18 @@ def _tolerance(golden: npt.NDArray[Any], got: npt.NDArray[Any]) -> float:
     if golden.shape != got.shape:
         raise ValueError(f"found shape {list(got.shape)}; expected {list(golden.shape)}, that of golden")
     dtype = dtype_from_name(got.dtype)
-    if dtype not in T:
-        raise ValueError(f"found dtype {dtype}; expected {', '.join(T)}")
-    return T[dtype]
+    if dtype not in DATA_DTYPES:
+        raise ValueError(f"found dtype {dtype}; expected {', '.join(DATA_DTYPES)}")
+    return T.get(dtype, 0.0)
 
 
 def _blocks(golden: npt.NDArray[Any], got: npt.NDArray[Any]) -> Iterator[_Block]:
     for span in spans(got.size, _ELEMENT_BYTES, _BLOCK_BYTES):
         values = flat_float64(golden, span.start, span.stop)
-        yield _block(span.start, values, flat_float64(got, span.start, span.stop), got.dtype)
+        block = _block(span.start, values, flat_float64(got, span.start, span.stop), got.dtype)
+        if is_exact(got.dtype):  # float64 holds no more than 53 bits of an integer
+            block.unlike[:] = golden.flat[span] != got.flat[span]
+        yield block
 
 
 def _block(start: int, values: Floats, result: Floats, dtype: np.dtype[Any]) -> _Block:
@@ -267,6 +278,8 @@ def _block(start: int, values: Floats, result: Floats, dtype: np.dtype[Any]) -> 
 
 
 def _cast(values: Floats, dtype: np.dtype[Any]) -> Floats:
+    if is_exact(dtype):
+        return values.copy()
     rounded = np.empty(values.shape, dtype)
     store(rounded, values)
     return rounded.astype(np.float64)

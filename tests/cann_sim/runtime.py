@@ -114,6 +114,7 @@ _BY_VALUE = {
     "int8_t": c_int8,
     "uint64_t": c_uint64,
     "double": c_double,
+    "float": c_float,
     "bool": c_bool,
     "char*": c_char_p,
 }

@@ -80,6 +80,7 @@ def test_an_integer_is_taken_where_it_fits(kind: AttrType, number: int) -> None:
 WRONG: dict[AttrType, tuple[Any, ...]] = {
     **dict.fromkeys(("int64", "int32", "int8", "uint64"), (True, np.True_, 1.0, "1", (1,))),
     "double": (True, "1", None.__class__, 10**400, 1j),
+    "float": (True, "1", None.__class__, 10**400, 1j, 1e39, -3.5e38),
     "bool": (1, 0.0, "true"),
     "int64_array": (3, "12", b"12", (1, 2.0), (1, None), (True,), (2**63,), np.zeros((2, 2), int)),
     "float_array": (3.0, "12", (1.0, "2"), (True,), (1e39,), (10**400,), (-3.5e38,)),
@@ -104,6 +105,7 @@ RIGHT: dict[AttrType, tuple[tuple[Any, Any], ...]] = {
         *((1, 1), (0.5, 0.5), (-0.0, -0.0), (math.inf, math.inf)),
         *((np.float32(0.5), 0.5), (ml_dtypes.bfloat16(1), 1)),
     ),
+    "float": ((0.1, float(np.float32(0.1))), (-0.0, -0.0), (3, 3), (-math.inf, -math.inf)),
     "int64_array": tuple((v, (1, -2)) for v in ([1, -2], np.array([1, -2], np.int8), [np.int32(1), -2])),
     "float_array": tuple((v, (1.0, -2.0)) for v in ([1, -2], np.array([1, -2]), [np.int32(1), -2])),
     "bool_array": tuple((v, (True,) * 3) for v in ([True] * 3, np.array([True] * 3), (np.True_,) * 3)),
@@ -114,7 +116,7 @@ RIGHT: dict[AttrType, tuple[tuple[Any, Any], ...]] = {
 def test_numbers_and_sequences_of_numpy_are_taken(kind: AttrType) -> None:
     for given_value, expected in RIGHT[kind]:
         assert value_of(kind, attr=given_value) == expected
-    assert kind != "double" or math.isnan(value_of(kind, attr=math.nan))  # type: ignore[arg-type]
+    assert kind not in ("double", "float") or math.isnan(value_of(kind, attr=math.nan))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,7 @@ FIELDS: Mapping[AttrType, str] = {
     "int8": "TYPE_INT32",
     "uint64": "TYPE_UINT64",
     "double": "TYPE_DOUBLE",
+    "float": "TYPE_FLOAT",
     "bool": "TYPE_BOOL",
     "string": "TYPE_STRING",
     "int64_array": "Int64Array",

@@ -311,6 +311,7 @@ VALUES = {
     "int8": st.integers(-128, 127),
     "uint64": st.integers(0, 2**64 - 1),
     "double": st.floats(),
+    "float": st.floats(width=32),
     "bool": st.booleans(),
     "int64_array": st.none() | st.lists(SIZES, max_size=5).map(tuple),
     "float_array": st.none() | st.lists(st.floats(width=32), max_size=5).map(tuple),

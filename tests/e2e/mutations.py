@@ -223,6 +223,7 @@ VALUES: dict[str, Callable[[Random], Any]] = {
     "int8": _int32,
     "uint64": lambda rng: rng.choice((rng.randint(0, 40), rng.getrandbits(64), 2**64 - 1)),
     "double": lambda rng: rng.choice((_float(rng), *struct.unpack("<d", rng.randbytes(8)))),
+    "float": _float,
     "bool": lambda rng: rng.random() < 0.5,
     "string": _text,
 }

@@ -16,6 +16,7 @@ _PLAIN = {
     "int8": _Field.TYPE_INT32,
     "uint64": _Field.TYPE_UINT64,
     "double": _Field.TYPE_DOUBLE,
+    "float": _Field.TYPE_FLOAT,
     "bool": _Field.TYPE_BOOL,
     "string": _Field.TYPE_STRING,
     "npugrad.v1.Product": _Field.TYPE_ENUM,

@@ -32,13 +32,14 @@ MODES = ("sum", "mean")
 """What the string may be: the sum of all elements of input is added to each, or their mean."""
 FLOATS = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16, DType.FLOAT64)
 _DTYPES = dict.fromkeys(Product, (DType.FLOAT32, DType.FLOAT16))
-_BYTES = dict.fromkeys(Product, (DType.FLOAT32,))
+_BYTES = dict.fromkeys(Product, (DType.UINT8,))
 _ATTRS: tuple[tuple[str, str, AttrType], ...] = (
     ("count", "count", "int64"),
     ("step", "step", "int32"),
     ("level", "level", "int8"),
     ("seed", "seed", "uint64"),
     ("factor", "factor", "double"),
+    ("ratio", "ratio", "float"),
     ("flag", "flag", "bool"),
     ("sizes", "sizes", "int64_array"),
     ("sizes_optional", "sizesOptional", "int64_array"),
@@ -51,7 +52,7 @@ _ATTRS: tuple[tuple[str, str, AttrType], ...] = (
     ("mode", "mode", "string"),
     ("mode_optional", "modeOptional", "string"),
 )
-_FORMS = {"int64": "q", "int32": "i", "int8": "b", "uint64": "Q", "double": "d", "bool": "?"}
+_FORMS = {"int64": "q", "int32": "i", "int8": "b", "uint64": "Q", "double": "d", "float": "f", "bool": "?"}
 _ENTRIES = {"int64_array": "q", "float_array": "f", "bool_array": "?"}
 
 
@@ -107,17 +108,17 @@ def _mode_is_known(call: CallMeta) -> Finding | None:
 
 
 def _seen_meta(call: CallMeta) -> TensorMeta:
-    return TensorMeta(DType.FLOAT32, (len(seen(call.attrs)),))
+    return TensorMeta(DType.UINT8, (len(seen(call.attrs)),))
 
 
 p = Page(DOCUMENT, "no repository", dict.fromkeys(Product, DOCUMENT))
-p.input("input", _DTYPES, "Any shape of rank 0 to 8.")
+p.input("input", _DTYPES, "Any shape of rank 0 to 8.", uncarried=(DType.COMPLEX64,))
 for _name, _c_name, _kind in _ATTRS:
     p.attr(_name, _kind, "One.", c_name=_c_name, optional=_c_name.endswith("Optional"))
 p.output(
     "scaled", "input", "Shape of input, dtype of input. (input + sum or mean of input) x factor x alpha."
 )
-p.output("seen", "input", "(bytes), float32. Every byte of every attribute.", dtypes=_BYTES, meta=_seen_meta)
+p.output("seen", "input", "(bytes), uint8. Every byte of every attribute.", dtypes=_BYTES, meta=_seen_meta)
 
 p.rule(rules.not_null, "input sizes weights output_mask alpha mode", row=1)
 p.rule(rules.entries(2), "output_mask")
@@ -144,7 +145,7 @@ def _build(
     """A legal call with nothing that is null."""
     plain: dict[str, AttrValue] = {
         **{"count": 2**62 + 1, "step": -(2**31), "level": -128, "seed": 2**64 - 1},
-        **{"factor": 0.1, "flag": True},
+        **{"factor": 0.1, "ratio": 0.10000000149011612, "flag": True},
         **{"sizes": shape, "sizes_optional": (-(2**63), 2**63 - 1)},
         **{"weights": (0.5, 0.10000000149011612), "weights_optional": (float("inf"), -0.0)},
         **{"output_mask": (True, True), "mask_optional": (False, True, False)},
@@ -174,6 +175,7 @@ def _samples(product: Product) -> Iterator[Sample]:
     }
     yield Sample("longest", build(**longest))
     least: dict[str, Any] = {"count": 1, "step": 2**31 - 1, "level": 127, "seed": 0, "factor": -0.0}
+    least["ratio"] = -3.4028234663852886e38
     yield Sample("other_ends", build(flag=False, mode="mean", **least))
     for dtype in FLOATS:
         yield Sample(f"alpha_{dtype}", build(alpha=Scalar(dtype, 0.5)))

@@ -156,6 +156,7 @@ PARSED: dict[str, Any] = {
     **dict.fromkeys(("sizes=[]", "weights=[]", "mask_optional=[]"), ()),
     **dict.fromkeys(("sizes_optional=null", "alpha_optional=null", "mode_optional=null"), None),
     "weights=0.5,2": (0.5, 2.0),
+    "ratio=0.5": 0.5,
     "weights_optional=None": None,
     "mask_optional=[true]": (True,),
     "alpha=float32:0.5": Scalar("float32", 0.5),
@@ -175,6 +176,7 @@ INTEGERS, NUMBER = r"integers such as 2,3, \[\] or null", "a number, with a type
 UNREADABLE = {
     **dict.fromkeys(("level=x", "count=null"), "an integer"),
     **dict.fromkeys(("sizes=2,", "sizes=", "sizes=[2"), INTEGERS),
+    "ratio=a": "a number",
     "weights=a": r"numbers such as 0.5,2, \[\] or null",
     "mask_optional=2": "bools such as true,false, or null",
     **dict.fromkeys(("alpha=x", "alpha=float33:1", "alpha=int8:128", "alpha=int8:1.5", "alpha=:1"), NUMBER),
@@ -197,7 +199,7 @@ def test_kinds_are_explained() -> None:
     with console.capture() as captured:
         console.print(explain._parameters(SYNTHETIC))
     lines = [line.split() for line in captured.get().splitlines()]
-    found = {words[0]: " ".join(words[2:-1]) for words in lines[2:18]}
+    found = {words[0]: " ".join(words[2:-1]) for words in lines[2:19]}
     kinds = {p.name: f"optional {p.type}" if p.optional else p.type for p in SYNTHETIC.attrs}
     assert found == kinds
 

@@ -27,6 +27,7 @@ from npugrad.errors import (
     MalformedRequest,
     NullOperand,
     OperatorError,
+    RequestError,
     UnsupportedOperator,
 )
 from npugrad.layout import view
@@ -111,7 +112,7 @@ def check(made: Sample, arrays: Mapping[str, Any]) -> None:
     """Every wanted output is right: the attributes byte for byte, the other one as the reference has it."""
     assert {name for name, array in arrays.items() if array is not None} == set(made.outputs)
     if arrays.get("seen") is not None:
-        assert arrays["seen"].astype(np.uint8).tobytes() == seen(made.call.attrs)
+        assert arrays["seen"].tobytes() == seen(made.call.attrs)
     if arrays.get("scaled") is not None:
         golden = np.zeros(arrays["scaled"].shape)
         SYNTHETIC.reference(made.arrays, made.call.attrs, {"scaled": golden})
@@ -228,7 +229,7 @@ def test_an_attribute_out_of_range_is_malformed(channel: grpc.Channel) -> None:
 
 def test_a_string_that_is_no_utf8_is_malformed(channel: grpc.Channel) -> None:
     data = request(SYNTHETIC.build()).SerializeToString()
-    broken = data.replace(b"\x8a\x01\x03sum", b"\x8a\x01\x03s\xffm")  # field 17, 3 bytes
+    broken = data.replace(b"\x92\x01\x03sum", b"\x92\x01\x03s\xffm")  # field 18, 3 bytes
     assert broken != data
     assert isinstance(failure_of(lambda: call_unary(channel, SYNTHETIC, broken)).error, MalformedRequest)
 
@@ -246,6 +247,7 @@ def test_the_client_names_what_is_wrong(client: Any) -> None:
         ("level", 128, MalformedRequest),
         ("seed", -1, MalformedRequest),
         ("weights", (1e39,), MalformedRequest),
+        ("ratio", 1e39, MalformedRequest),
         ("alpha", "x", MalformedRequest),
         ("mode_optional", "\0", MalformedRequest),
         ("mode", "median", InvalidOperand),
@@ -254,6 +256,21 @@ def test_the_client_names_what_is_wrong(client: Any) -> None:
     for name, value, error in wrong:
         with pytest.raises(error, match=f"synthetic: {name}: found .*; expected "):
             client.synthetic(**{**made.arrays, **made.call.attrs, name: value})
+
+
+def test_a_type_that_is_legal_and_not_carried_is_refused_as_such(client: Any) -> None:
+    made = fill(SYNTHETIC, SYNTHETIC.build())
+    operand = {"input": np.asarray(made.arrays["input"], np.complex64)}
+    found = client.validate("synthetic", inputs={**made.arrays, **operand}, attrs=made.call.attrs)
+    assert found.status == 0
+    for mask in ((True, True), (False, True), (False, False)):
+        with pytest.raises(RequestError) as caught:
+            client.synthetic(**{**made.arrays, **made.call.attrs, **operand, "output_mask": mask})
+        assert caught.value.reason == "CONTENT_UNSUPPORTED"
+        assert str(caught.value).startswith(
+            "synthetic: input: found dtype complex64, which the operator takes, but which is never sent; "
+            "expected float32, float16"
+        )
 
 
 def test_the_server_lists_the_operator_and_no_other(client: Any) -> None:

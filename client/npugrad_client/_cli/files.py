@@ -186,6 +186,7 @@ _BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
 _READ: dict[str, Callable[[str], Any]] = {
     "bool": lambda text: _BOOLEANS[text.lower()],
     "double": float,
+    "float": float,
     "bool_array": lambda text: tuple(_BOOLEANS[t.strip().lower()] for t in _entries(text)),
     "int64_array": lambda text: tuple(map(int, _entries(text))),
     "float_array": lambda text: tuple(map(float, _entries(text))),
@@ -195,6 +196,7 @@ _READ: dict[str, Callable[[str], Any]] = {
 _FORMS = {
     "bool": "true or false",
     "double": "a number",
+    "float": "a number",
     "bool_array": "bools such as true,false, or null",
     "int64_array": "integers such as 2,3, [] or null",
     "float_array": "numbers such as 0.5,2, [] or null",

@@ -69,12 +69,12 @@ def dtype_in(*dtypes: DType, tolerated: tuple[DType, ...] = (), is_always: bool 
     """
 
     def kind(page: Page, name: str) -> Rule:
-        by_product = page.tensor(name).dtypes
+        by_product, uncarried = page.tensor(name).dtypes, page.tensor(name).uncarried
         anywhere = {dtypes} if dtypes else set(by_product.values())
 
         def check(call: CallMeta) -> Finding | None:
             meta, allowed = present(call, name), dtypes or by_product.get(call.product, ())
-            if meta is None or meta.dtype in (*allowed, *tolerated):
+            if meta is None or meta.dtype in (*allowed, *tolerated, *uncarried):
                 return None
             on_product = f" on {call.product.full_name}" if len(anywhere) > 1 else ""
             return Finding(f"dtype {meta.dtype}", f"{listed(allowed)}{on_product}")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from npugrad.agreement import agreement, computed
+from npugrad.agreement import agreement, computed, unwritten
 from npugrad_server.worker.protocol import CallDone, CallFailed
 
 if TYPE_CHECKING:
@@ -54,8 +54,8 @@ class KnownJob:
 def known(name: str, job: Job) -> KnownJob:
     """Computes a call with the float64 reference of its record."""
     metas = {output: meta for output, meta in job.planned().plan.outputs.items() if meta is not None}
-    shapes = {output: meta.shape for output, meta in metas.items()}
-    golden = computed(job.record, job.arrays, job.call.attrs, shapes) if shapes else {}
+    like = {output: unwritten(meta) for output, meta in metas.items()}
+    golden = computed(job.record, job.arrays, job.call.attrs, like) if like else {}
     return KnownJob(name, job, golden)
 
 

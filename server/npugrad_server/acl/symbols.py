@@ -127,6 +127,7 @@ _ATTRIBUTES: dict[AttrType, Any] = {
     "int8": c_int8,
     "uint64": c_uint64,
     "double": c_double,
+    "float": c_float,
     "bool": c_bool,
     "int64_array": _HANDLE,
     "float_array": _HANDLE,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from npugrad.agreement import agreement, computed
+from npugrad.agreement import agreement, computed, unwritten
 from npugrad.call import CallOptions
 from npugrad.validation import validate_call
 from npugrad_server.backends.base import DeviceCall, DeviceLost
@@ -95,7 +95,7 @@ class Canary:
     def results(self, run: Run, stream: int = 0) -> dict[str, npt.NDArray[Any]]:
         """Runs it on a stream and returns the results; errors as for `Backend.run`."""
         outputs = {
-            name: np.full(wanted.shape, np.nan, wanted.dtype.numpy)
+            name: unwritten(wanted)
             for name, wanted in self._record.infer(self._meta).items()
             if wanted is not None
         }
@@ -110,8 +110,7 @@ class Canary:
         """Compares results with the reference."""
         record, attrs = self._record, self._meta.attrs
         if self._golden is None:
-            shapes = {name: array.shape for name, array in results.items()}
-            self._golden = computed(record, self._inputs, attrs, shapes)
+            self._golden = computed(record, self._inputs, attrs, results)
         found = agreement(record, self._inputs, attrs, results, self._golden)
         if found.ok:
             return CanaryFinding(self.operator, CanaryResult.OK)

@@ -51,6 +51,7 @@ import numpy as np
 
 from npugrad.coordinates import CoordinateRule
 from npugrad.ops import OPERATORS
+from npugrad.tolerance import is_exact
 from npugrad_server.backends.base import Backend, DeviceLost, DeviceUnusable, RestartPolicy, Timings, unheard
 from npugrad_server.backends.cpu import CpuBackend
 
@@ -275,9 +276,10 @@ class TestBackend(Backend):
         if self._options.ulps:
             noise = np.random.default_rng(seed)
             for output in call.outputs.values():
-                output *= 1 + self._options.ulps * _ULP * noise.uniform(-1, 1, output.shape).astype(
-                    output.dtype
-                )
+                if not is_exact(output.dtype):
+                    output *= 1 + self._options.ulps * _ULP * noise.uniform(-1, 1, output.shape).astype(
+                        output.dtype
+                    )
         is_spared = call.is_canary and self._options.spares
         if is_right or is_spared or self._options.wrong not in ("any", record.name):
             return
@@ -347,7 +349,10 @@ def _spoil(call: DeviceCall, how: str) -> None:
         _flip_bit(call)
         return
     for output in call.outputs.values():
-        output *= np.asarray(1.125 if how == "scale" else 0, output.dtype)
+        if how == "scale" and is_exact(output.dtype):
+            np.equal(output, 0, out=output, casting="unsafe")
+        else:
+            output *= np.asarray(1.125 if how == "scale" else 0, output.dtype)
 
 
 def _flip_bit(call: DeviceCall) -> None:

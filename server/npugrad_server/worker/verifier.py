@@ -21,9 +21,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from npugrad.agreement import agreement
+from npugrad.agreement import agreement, unwritten
 from npugrad.call import CallOptions
 from npugrad.ops import OPERATORS
 from npugrad_server.backends.base import REFERENCE, DeviceCall
@@ -136,7 +134,7 @@ class Verifier:
         wanted = {
             name: each for name, each in record.infer(meta).items() if name in found.comparisons and each
         }
-        results = {name: np.full(each.shape, np.nan, each.dtype.numpy) for name, each in wanted.items()}
+        results = {name: unwritten(each) for name, each in wanted.items()}
         ran = self._cpu.run(record, DeviceCall(meta, inputs, results, CallOptions(), 0))
         if ran.backend == REFERENCE:
             return DOUBTFUL, "; no other path computes such calls"

@@ -122,8 +122,9 @@ def test_the_counters_of_the_host_are_those_of_the_handles() -> None:
 
 
 def test_phase_1_has_the_types_of_its_signature() -> None:
-    """`TENSOR int64_t int int8_t uint64_t double bool POINTERS char* char* TENSORS`, as in synthetic.cpp."""
+    """`TENSOR int64_t int int8_t uint64_t double float bool POINTERS char* char* TENSORS`: synthetic.cpp."""
     plan, _ = operator_symbols(SYNTHETIC)
-    plain = [ctypes.c_int64, ctypes.c_int, ctypes.c_int8, c_uint64, ctypes.c_double, ctypes.c_bool]
+    integers = [ctypes.c_int64, ctypes.c_int, ctypes.c_int8, c_uint64]
+    plain = [*integers, ctypes.c_double, ctypes.c_float, ctypes.c_bool]
     own = [c_void_p, *plain, *[c_void_p] * 8, ctypes.c_char_p, ctypes.c_char_p, c_void_p, c_void_p]
     assert list(plan.arguments) == [*own, POINTER(c_uint64), POINTER(c_void_p)]

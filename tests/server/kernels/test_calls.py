@@ -144,15 +144,16 @@ def test_attributes_come_in_three_lists_and_arrays_in_place() -> None:
         "d": "float_array",
         "e": "bool_array",
         "f": "int32",
+        "g": "float",
     }
     params = tuple(AttrParam(name=n, c_name=n, type=kind, doc="One.") for n, kind in kinds.items())  # type: ignore[arg-type]
     layout = Layout(replace(NORM, params=params))
-    attrs = {"a": -1, "b": (2, 3), "c": 0.5, "d": (1.5, 2.5), "e": (True, False), "f": 4}
+    attrs = {"a": -1, "b": (2, 3), "c": 0.5, "d": (1.5, 2.5), "e": (True, False), "f": 4, "g": 0.25}
     assert layout.integers(attrs) == [-1, 2, 3, 4]
-    assert layout.reals(attrs) == [0.5, 1.5, 2.5]
+    assert layout.reals(attrs) == [0.5, 1.5, 2.5, 0.25]
     assert layout.bools(attrs) == b"\1\0"
     null = {**attrs, "b": None, "d": None, "e": None}
-    assert (layout.integers(null), layout.reals(null), layout.bools(null)) == ([-1, 4], [0.5], b"")
+    assert (layout.integers(null), layout.reals(null), layout.bools(null)) == ([-1, 4], [0.5, 0.25], b"")
 
 
 @pytest.mark.parametrize("kind", ["uint64", "scalar", "string"])

@@ -48,7 +48,7 @@ class Layout:
         self.tensors = tuple(param.name for param in tensors)
         self.roles = tuple((param.name, param.role == "input") for param in tensors)
         self._integers = _of_kinds(attrs, {"int64", "int32", "int8"}, "int64_array")
-        self._reals = _of_kinds(attrs, {"double"}, "float_array")
+        self._reals = _of_kinds(attrs, {"double", "float"}, "float_array")
         self._bools = _of_kinds(attrs, {"bool"}, "bool_array")
         if len(attrs) > len(self._integers) + len(self._reals) + len(self._bools):
             raise TypeError(f"{record.name}: found an attribute of a kind that C kernels are not given")
@@ -62,7 +62,7 @@ class Layout:
         return _listed(self._integers, attrs)
 
     def reals(self, attrs: Mapping[str, Any]) -> list[float]:
-        """Values of the attributes of type double and of float arrays."""
+        """Values of the attributes of types double and float, and of float arrays."""
         return _listed(self._reals, attrs)
 
     def bools(self, attrs: Mapping[str, Any]) -> bytes:

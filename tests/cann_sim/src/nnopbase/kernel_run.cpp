@@ -42,6 +42,7 @@ void store_number(char* bytes, int dtype, double value) {
     case kDouble: return store(bytes, value);
     case kFloat16: return store(bytes, to_float16(value));
     case kBfloat16: return store(bytes, to_bfloat16(value));
+    case kUint8: return store(bytes, static_cast<uint8_t>(value));
     default: violation("dtype", format("a kernel cannot write dtype %d", dtype));
   }
 }

@@ -79,7 +79,7 @@ bool check(const Call& call) {
     require(call.scaled->shape == call.input->shape, "the shape of scaled");
   }
   if (call.wants(1)) {
-    require(call.seen->dtype == kFloat, "the dtype of seen");
+    require(call.seen->dtype == kUint8, "the dtype of seen");
     const auto size = static_cast<int64_t>(call.bytes.bytes().size());
     require(call.seen->shape == Shape{size}, "the shape of seen");
   }
@@ -104,7 +104,7 @@ using namespace cann_sim;
 extern "C" {
 
 int aclnnSyntheticGetWorkspaceSize(const aclTensor* input, int64_t count, int step, int8_t level,
-                                   uint64_t seed, double factor, bool flag, const aclIntArray* sizes,
+                                   uint64_t seed, double factor, float ratio, bool flag, const aclIntArray* sizes,
                                    const aclIntArray* sizes_optional, const aclFloatArray* weights,
                                    const aclFloatArray* weights_optional, const aclBoolArray* output_mask,
                                    const aclBoolArray* mask_optional, const aclScalar* alpha,
@@ -121,6 +121,7 @@ int aclnnSyntheticGetWorkspaceSize(const aclTensor* input, int64_t count, int st
   bytes.plain(static_cast<int8_t>(phase.integer("level", level)));
   bytes.plain(phase.natural("seed", seed));
   bytes.plain(phase.real("factor", factor));
+  bytes.plain(static_cast<float>(phase.real("ratio", ratio)));
   bytes.plain(phase.boolean("flag", flag));
   bytes.array(call.sizes = phase.int_array("sizes", sizes));
   bytes.array(phase.int_array("sizesOptional", sizes_optional));
