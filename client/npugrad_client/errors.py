@@ -173,7 +173,8 @@ _CLOSED = ("socket closed", "connection reset")
 _CLOSED_HINTS = {
     True: "it closed the connection, as a server does if it requires a client certificate, or one from "
     "another authority",
-    False: "it closed the connection, as a server does if it only speaks TLS; then pass tls=True or Tls(ca=...)",
+    False: "it closed the connection, as a server does if it only speaks TLS; "
+    "then pass tls=True or Tls(ca=...)",
 }
 """By whether the client speaks TLS: with TLS 1.3, a rejected client learns nothing more."""
 _CONTRACT = server_pb2.DESCRIPTOR.package

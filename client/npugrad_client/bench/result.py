@@ -194,7 +194,7 @@ class Result:
             found = values.get("format") if isinstance(values, dict) else type(values).__name__
             hint = ". Measure again: rates were counted differently" if found == "npugrad-bench/1" else ""
             if isinstance(values, dict) and "capacity_per_s" in values:
-                hint = ". This is what --find-capacity found; give the JSON of a run with --rate or --concurrency"
+                hint = ". This is what --find-capacity found; give a run with --rate or --concurrency"
             raise ValueError(f"found format {found!r}; expected {FORMAT!r}{hint}")
         try:
             return cls(

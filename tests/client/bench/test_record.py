@@ -183,7 +183,7 @@ def test_a_spreadsheet_has_a_row_for_each_window() -> None:
             "found format 'npugrad-bench/1'; expected 'npugrad-bench/2'. Measure again: rates were",
         ),
         ('{"format": "other"}', "found format 'other'"),
-        ('{"capacity_per_s": 78}', "This is what --find-capacity found; give the JSON of a run"),
+        ('{"capacity_per_s": 78}', "This is what --find-capacity found; give a run with --rate"),
     ],
 )
 def test_what_is_no_result_is_told(text: str, message: str, tmp_path: Path) -> None:
