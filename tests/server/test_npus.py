@@ -59,6 +59,15 @@ def test_auto_never_takes_a_cpu_in_the_place_of_a_broken_npu() -> None:
     assert second == "npu: aclrtGetDeviceCount returned 507899"
 
 
+@pytest.mark.parametrize(("count", "share"), [(1, 8), (2, 8), (4, 16)])
+def test_arenas_are_shares_of_the_memory_unless_set(
+    count: int, share: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("npugrad_server.start_checks.memory_bytes", lambda: 2**30)
+    found = made(NO_CANN, devices=f"test:{count}", input_arena_bytes=None, output_arena_bytes=None)
+    assert (found.input_arena_bytes, found.output_arena_bytes) == (2**28, 2**30 // share)
+
+
 def test_npus_that_cannot_be_used_are_an_error_with_all_the_reasons() -> None:
     report = NpuReport(problems=("torch_npu not installed", "no CANN"))
     assert problems(report, devices="npu:0")[1:] == ("npu: torch_npu not installed", "npu: no CANN")

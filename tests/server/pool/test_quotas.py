@@ -136,6 +136,20 @@ async def test_a_hog_gives_way_in_full_memory_until_it_has_its_share(pool: Devic
 
 
 @pytest.mark.slow
+@in_pool("test:1?ms=5")
+async def test_calls_that_give_up_in_the_queue_give_their_places_back(pool: DevicePool) -> None:
+    tenant = Tenant("small", max_queue_depth=1)
+    os.kill(pid_of(pool), signal.SIGSTOP)
+    running = asyncio.create_task(of(tenant).run(pool))
+    await until(lambda: pool.stats().running == 1)
+    for _ in range(3):
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(of(tenant).run(pool), 0.02)
+    os.kill(pid_of(pool), signal.SIGCONT)
+    await running
+
+
+@pytest.mark.slow
 @in_pool("test:1?ms=100")
 async def test_no_call_has_a_higher_priority_than_its_tenant_may_have_and_a_prediction_knows_that(
     pool: DevicePool,
