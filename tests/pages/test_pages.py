@@ -78,7 +78,7 @@ BY_HAND: dict[str, tuple[str, dict[int, int], str | None, dict[str, str]]] = {
         "option",
         {
             "2-8 t:FH 23:FHB": "gradOut input gradInput*",
-            "1-1 t:FH 23:FHB": "weight runningMean runningVar saveMean saveInvstd gradWeight* gradBias*",
+            "1-1 t:FH 23:FHB": "weight? runningMean? runningVar? saveMean? saveInvstd? gradWeight* gradBias*",
             "bool": "training",
             "double": "eps",
             "bool_array": "outputMask",

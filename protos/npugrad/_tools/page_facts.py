@@ -18,13 +18,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from npugrad._tools.vendor_page import read_page
+from npugrad.error_table import PARAM_NULLPTR
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from npugrad._tools.vendor_page import Parameter
+    from npugrad._tools.vendor_page import Parameter, VendorPage
 
 ROOT = Path(__file__).resolve().parents[3]
+# "Required inputs", without their names.
+_ALL_REQUIRED = re.compile("必选|非可选")
 _PAGE = re.compile(r"(?!experimental/).*/aclnn\w+(?<!_en)\.md")
 
 
@@ -61,16 +64,27 @@ def sources(repository: str, folder: Path, release: str, names: re.Pattern[str])
                 yield _Source(repository, path, commit, _git(folder, "show", f"{ref}:{path}"))
 
 
-def _parameter(parameter: Parameter) -> dict[str, Any]:
+def _parameter(parameter: Parameter, free: set[str]) -> dict[str, Any]:
     return {
         "c_name": parameter.c_name,
         "type": parameter.kind or "tensor",
         "output": parameter.is_output,
-        "optional": parameter.is_optional,
+        "optional": parameter.is_optional or parameter.c_name in free,
         "dtypes": parameter.dtypes,
         "ranks": parameter.ranks,
         "formats": parameter.formats,
     }
+
+
+def _free(page: VendorPage) -> set[str]:
+    """Inputs that may be null, as the rows on null pointers leave them out where these name others.
+
+    Not the first, the gradient, which some pages forget.
+    """
+    rows = " ".join(text for section, _, text in page.rows if section.endswith(str(PARAM_NULLPTR)))
+    named = re.findall(r"\w+", rows, re.ASCII)
+    inputs = [each.c_name for each in page.parameters if each.kind is None and not each.is_output]
+    return {*inputs[1:]} - {*named} if {*inputs} & {*named} and not _ALL_REQUIRED.search(rows) else set()
 
 
 def facts(source: _Source) -> dict[str, Any]:
@@ -85,7 +99,7 @@ def facts(source: _Source) -> dict[str, Any]:
         "sha256": hashlib.sha256(source.text.encode()).hexdigest(),
         "products": page.products,
         "prototype": page.prototype,
-        "params": [_parameter(parameter) for parameter in page.parameters],
+        "params": [_parameter(parameter, _free(page)) for parameter in page.parameters],
         "codes": codes,
         "constraints": sum(section == "constraints" for section, _, _ in page.rows),
         "determinism": page.determinism,
