@@ -86,6 +86,7 @@ p.input(
     "(1) or (), dtype of input. Sum of the weights of the targets, used if reduction is mean.",
     axes="1",
     draw=Draw("uniform", (0.5, 2.0)),
+    device_view=lambda meta: meta.shape or (1,),  # the only one on the page
 )
 p.output("grad_input", "input", "Shape and dtype of input. Gradient of input.", c_name="out")
 
