@@ -50,7 +50,10 @@ def random_cases(count: int) -> settings:
 
 def pairs(*axes: Sequence[Any]) -> list[list[Any]]:
     """Combinations of one value of each axis that have each pair of two axes' values."""
-    return [list(row) for row in AllPairs([list(axis) for axis in axes])]
+    return [
+        list(row)
+        for row in (AllPairs([list(axis) for axis in axes]) if axes[1:] else zip(*axes, strict=True))
+    ]
 
 
 @contextmanager
