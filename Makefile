@@ -228,6 +228,7 @@ models: $(STAMP_MODELS) ## Run one step of real models locally and under remote,
 # The same command as on hardware; `make test-npu` runs it too, and with faults that it must find.
 acceptance-sim: $(STAMP_NPU) ## Run the acceptance on a simulated NPU; ARGS="--steps 3" selects
 	eval "$$($(VENV_NPU)/bin/python -m tests.cann_sim.build build/cann_sim_accepted)" && \
+	    $(VENV_NPU)/bin/python -m tests.cann_sim.arithmetic \
 	    $(VENV_NPU)/bin/npugrad-server acceptance --soak-s 20 --report build/acceptance.json $(ARGS)
 
 prove-bundles: $(STAMP_KERNELS_NPU) ## Check the acceptance bundles after each of 20 injected failures; minutes

@@ -16,13 +16,17 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Literal, get_args
 
+from tests.cann_sim import stubs
+from tests.pages import Facts
+
+from npugrad.ops import OPERATORS
 from npugrad.releases import CannRelease
 
 Layout = Literal["split", "single", "both"]
@@ -34,6 +38,8 @@ FIRST_CANN_WITH = {
     "CANN_SIM_HAS_VERSION_STR": CannRelease.parse("8.5.0.alpha001"),
 }
 """Releases from which on the runtime has a function, by what the build defines to have it."""
+ARITHMETIC = "CANN_SIM_ARITHMETIC"
+"""Variable with the socket of the process that computes for generated operators."""
 JOBS = 2
 _FLAGS = ("-std=c++17", "-O2", "-fPIC", "-Wall", "-Wextra", "-pthread")
 
@@ -41,6 +47,8 @@ _FLAGS = ("-std=c++17", "-O2", "-fPIC", "-Wall", "-Wextra", "-pthread")
 _EMPTY_LIBRARIES = ("hccl", "ge_runner", "graph", "acl_tdt_channel")
 # What the first lines of an operator's source say of where it is.
 _PLACE = re.compile(r"^// In libopapi_(\w+)(?:, from CANN (\S+) on)?\.$", re.MULTILINE)
+# Phase 2 of an operator, in its source.
+_LAUNCH = re.compile(r"int (aclnn\w+)\(void\* workspace")
 # Names of the vendor's C functions, among what a library of torch_npu leaves undefined.
 _VENDOR_FUNCTION = re.compile(r"(acl|rt[A-Z]|Msprof|Hccl|Hcom|Prof|tdt|Adx)\w+")
 
@@ -52,15 +60,22 @@ class Installation:
     Attributes:
         home: Its folder, in the place of the toolkit's.
         warnings: What the compiler had to say.
+        arithmetic: Socket of the process that computes for generated operators; see `arithmetic.py`.
     """
 
     home: Path
     warnings: str = ""
+    arithmetic: Path | None = None
 
     @property
     def libraries(self) -> Path:
         """Folder of the shared libraries."""
         return self.home / "lib64"
+
+    @property
+    def operator_sources(self) -> list[Path]:
+        """Sources of operators, the generated ones last."""
+        return [*_sources("opapi"), *sorted(self.home.glob("generated/*.cpp"))]
 
     def environment(self, inherited: Mapping[str, str] | None = None) -> dict[str, str]:
         """Variables that select it; what `inherited` has in LD_LIBRARY_PATH stays behind it."""
@@ -71,6 +86,7 @@ class Installation:
             "LD_LIBRARY_PATH": f"{self.libraries}:{others}" if others else str(self.libraries),
             # Else a plain `import torch` fails wherever torch_npu is installed without CANN.
             "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+            **({ARITHMETIC: str(self.arithmetic)} if self.arithmetic else {}),
         }
 
 
@@ -81,6 +97,7 @@ def build(
     cann: str = DEFAULT_CANN,
     torch_npu: Path | None = None,
     objects: Path | None = None,
+    generate: Collection[str] | None = None,
 ) -> Installation:
     """Builds one installation.
 
@@ -91,6 +108,8 @@ def build(
         torch_npu: Folder of the installed package whose undefined functions become traps; None finds it in
             this interpreter, and leaves traps out if it is not there.
         objects: Folder of compiled files, to share between installations; None keeps them in `out`.
+        generate: Functions to generate from their pages, in place of their sources here if they have any;
+            None for those that are served and have none.
 
     Raises:
         RuntimeError: The compiler failed; the message is its own.
@@ -101,23 +120,35 @@ def build(
     _write_version_files(out, cann)
     compiler = _Compiler(objects or out / "obj", libraries)
     _build_runtime(compiler, cann, torch_npu or find_torch_npu())
-    _build_operators(compiler, layout, cann)
+    _build_operators(compiler, layout, cann, generated_pages(cann, generate))
     return Installation(out, compiler.warnings)
 
 
-def installed(folder: Path, layout: Layout = "split", cann: str = DEFAULT_CANN) -> Installation:
+def installed(
+    folder: Path,
+    layout: Layout = "split",
+    cann: str = DEFAULT_CANN,
+    generate: Collection[str] | None = None,
+) -> Installation:
     """One that is built unless these sources were before, below a folder that processes and runs share."""
     key = hashlib.sha256(Path(__file__).read_bytes() + str(find_torch_npu()).encode())
     for path in sorted(SOURCES.glob("*/*")):
         key.update(path.read_bytes())
+    key.update("".join(map(stubs.phases, generated_pages(cann, generate))).encode())
     home = folder / f"{layout}-{cann}-{key.hexdigest()[:16]}"
     told = home / "warnings"
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".installing").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not told.exists():
-            told.write_text(build(home, layout=layout, cann=cann, objects=folder).warnings)
+            told.write_text(build(home, layout=layout, cann=cann, objects=folder, generate=generate).warnings)
     return Installation(home, told.read_text())
+
+
+@cache
+def written_here() -> frozenset[str]:
+    """Functions that have a source here; those of other operators are generated."""
+    return frozenset().union(*map(_operators_in, _sources("opapi")))
 
 
 def find_torch_npu() -> Path | None:
@@ -160,9 +191,27 @@ def _build_runtime(compiler: _Compiler, cann: str, torch_npu: Path | None) -> No
         compiler.link(name, [])
 
 
-def _build_operators(compiler: _Compiler, layout: Layout, cann: str) -> None:
-    sources = _sources("opapi")
-    built = compiler.compile(sources, {path.stem: ["-O3"] for path in sources})  # long loops, for vectors
+def generated_pages(cann: str, generate: Collection[str] | None = None) -> list[Facts]:
+    """Pages of the functions to generate; KeyError for one that has none."""
+    pages = stubs.pages_of(cann)
+    if generate is not None:
+        return [pages[name] for name in generate]
+    served = (record.aclnn_name for record in OPERATORS.values())
+    return [pages[name] for name in served if name in pages and name not in written_here()]
+
+
+def _operators_in(source: Path) -> set[str]:
+    return set(_LAUNCH.findall(source.read_text()))
+
+
+def _build_operators(compiler: _Compiler, layout: Layout, cann: str, pages: Collection[Facts]) -> None:
+    replaced = {page.name for page in pages}
+    sources = [path for path in _sources("opapi") if not _operators_in(path) & replaced]
+    options = {path.stem: ["-O3"] for path in sources}  # long loops, for vectors
+    generated = stubs.write(pages, compiler.libraries.parent / "generated")
+    options |= {path.stem: [f"-I{SOURCES}"] for path in generated}
+    sources += generated
+    built = compiler.compile(sources, options)
     sets: dict[str, list[Path]] = {}
     for source, made in built.items():
         place = _PLACE.search(source.read_text())
@@ -270,6 +319,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--layout", choices=get_args(Layout), default="split")
     parser.add_argument("--cann", default=DEFAULT_CANN, help="release to play, with the functions it has")
     parser.add_argument("--torch-npu", type=Path, help="folder of an installed torch_npu, for the traps")
+    parser.add_argument(
+        "--generate",
+        nargs="*",
+        metavar="NAME",
+        help="functions to generate from their pages, or all; by default those that are served",
+    )
     parser.add_argument("--objects", type=Path, help="folder of compiled files; OUT_DIR/obj by default")
     options = parser.parse_args(arguments)
     made = build(
@@ -278,6 +333,7 @@ def main(arguments: list[str] | None = None) -> int:
         cann=options.cann,
         torch_npu=options.torch_npu,
         objects=options.objects and options.objects.resolve(),
+        generate=stubs.pages_of(options.cann) if options.generate == ["all"] else options.generate,
     )
     sys.stderr.write(made.warnings)
     for name, value in made.environment().items():

@@ -7,12 +7,13 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import cache, partial
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.cann_sim.arithmetic import arithmetic
 from tests.cann_sim.build import Installation, find_torch_npu, installed
 from tests.cann_sim.report import HOST_OBJECTS, Report
 from tests.cann_sim.runtime import Runtime
@@ -32,11 +33,18 @@ LIVE = (
 
 
 @pytest.fixture(scope="session")
-def install_cann_sim() -> Callable[..., Installation]:
+def install_cann_sim() -> Iterator[Callable[..., Installation]]:
     """Give a function that builds an installation of a layout and version, each once for these sources."""
     if not shutil.which("g++"):
         pytest.skip("the simulator needs g++")
-    return cache(partial(installed, REPOSITORY / "build" / "cann_sim"))
+    with arithmetic() as computing:
+
+        @cache
+        def install(*place: Any, **options: Any) -> Installation:
+            made = installed(REPOSITORY / "build" / "cann_sim", *place, **options)
+            return replace(made, arithmetic=computing)
+
+        yield install
 
 
 @pytest.fixture(scope="session")

@@ -6,6 +6,7 @@ Tests use it to drive the simulator by itself. It is no launcher of the service,
 from __future__ import annotations
 
 import ctypes
+import os
 import re
 from collections.abc import Sequence
 from ctypes import (
@@ -29,7 +30,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from tests.cann_sim.build import SOURCES, Installation
+from tests.cann_sim.build import ARITHMETIC, Installation
 
 H2H, H2D, D2H, D2D, DEFAULT = range(5)
 HBM = 1
@@ -122,11 +123,11 @@ _BY_VALUE = {
 _PHASE_ONE = re.compile(r"^(?:extern \"C\" )?int (aclnn\w+)GetWorkspaceSize\(([^)]*)\) {", re.MULTILINE)
 
 
-def _operators() -> dict[str, list[Any]]:
+def _operators(installation: Installation) -> dict[str, list[Any]]:
     """Types of phase 1 of each operator, before workspaceSize and executor, as its source defines it."""
     return {
         name: [_BY_VALUE.get(one.split()[-2], c_void_p) for one in parameters.split(",")[:-2]]
-        for path in sorted((SOURCES / "opapi").glob("*.cpp"))
+        for path in installation.operator_sources
         for name, parameters in _PHASE_ONE.findall(path.read_text())
     }
 
@@ -154,11 +155,14 @@ class Runtime:
 
     def __init__(self, installation: Installation) -> None:
         folder = installation.libraries
+        if installation.arithmetic:
+            os.environ[ARITHMETIC] = str(installation.arithmetic)
         self._functions: dict[str, Any] = {}
         self._bind(folder / "libascendcl.so", _ASCENDCL)
         self._bind(folder / "libnnopbase.so", _NNOPBASE)
+        operators = _operators(installation)
         for library in sorted(folder.glob("libopapi*.so")):
-            self._bind_operators(library)
+            self._bind_operators(library, operators)
         self._bind_pointers(
             ctypes.CDLL(str(folder / "libascendcl.so")), ctypes.CDLL(str(folder / "libnnopbase.so"))
         )
@@ -172,9 +176,9 @@ class Runtime:
             function.argtypes, function.restype = argtypes, c_int32
             self._functions[name] = function
 
-    def _bind_operators(self, library: Path) -> None:
+    def _bind_operators(self, library: Path, operators: dict[str, list[Any]]) -> None:
         loaded = ctypes.CDLL(str(library))
-        for name, argtypes in _operators().items():
+        for name, argtypes in operators.items():
             if hasattr(loaded, name):
                 plan, launch = getattr(loaded, f"{name}GetWorkspaceSize"), getattr(loaded, name)
                 plan.argtypes, plan.restype = [*argtypes, POINTER(c_uint64), _PP], c_int32

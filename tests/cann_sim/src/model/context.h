@@ -18,6 +18,7 @@ struct Context {
   bool alive = true;
   bool stop_on_failure = false;      // asked for by one stream, it holds for all of them
   int failure = 0;                   // sticky: a task failed and the context stops on failure
+  std::string failure_text;          // what the task had to say
   std::atomic<int> determinism{-1};  // ACL_OPT_DETERMINISTIC of the context; -1: as the process has it
   int open_executors = 0;            // between phase 1 and phase 2
   void* handle = nullptr;

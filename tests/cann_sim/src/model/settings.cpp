@@ -58,6 +58,7 @@ void parse_setting(const std::string& entry, Settings& settings) {
       {"ndev", &settings.ndev},           {"hbm_mb", &settings.hbm_mb},
       {"kernel_ms", &settings.kernel_ms}, {"copy_ms", &settings.copy_ms},
       {"call_us", &settings.call_us},     {"workspace_mb", &settings.workspace_mb},
+      {"arithmetic_ms", &settings.arithmetic_ms},
   };
   const std::map<std::string, std::string*> texts = {{"soc", &settings.soc}, {"cann", &settings.cann}};
   struct Switch {

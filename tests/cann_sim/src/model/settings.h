@@ -20,6 +20,7 @@ struct Settings {
   int64_t copy_ms = 0;           // each queued copy takes that long
   int64_t call_us = 0;           // each call of an interface function takes that long
   int64_t workspace_mb = 0;      // what phase 1 demands on top of its own figure
+  int64_t arithmetic_ms = 60000;  // a generated operator waits so long for its results
   bool record = false;           // write phase-1 arguments and launches to the report folder
   bool trace = false;            // write every call of an interface function there
   bool ordered_sums = false;     // sums=ordered: kernels sum in the same order also without the option

@@ -26,8 +26,9 @@ struct Board {
 Board& board() { return single<Board>(); }
 
 // Lock held. Forgets the queue of every stream of a context, but not tasks that run already.
-void poison(Context& context, int code) {
+void poison(Context& context, int code, const std::string& text = "") {
   context.failure = code;
+  context.failure_text = text;
   count("contexts_poisoned");
   for (const auto& stream : context.streams) {
     while (stream->queue.size() > (stream->running ? 1u : 0u)) {
@@ -69,8 +70,11 @@ void end(const std::shared_ptr<Stream>& stream, const Task& task, int code) {
   ++stream->finished;
   if (stream->queue.empty()) board().busy.erase(stream);
   Context& context = *stream->context;
-  if (code && context.stop_on_failure && !context.failure) poison(context, code);
-  if (code && !context.stop_on_failure && !stream->error) stream->error = code;
+  if (code && context.stop_on_failure && !context.failure) poison(context, code, task.failure);
+  if (code && !context.stop_on_failure && !stream->error) {
+    stream->error = code;
+    stream->error_text = task.failure;
+  }
   board().progress.notify_all();
 }
 
@@ -165,6 +169,10 @@ std::shared_ptr<Stream> make_stream(const std::shared_ptr<Context>& context, uin
   return stream;
 }
 
+std::string explained(const std::string& what, const std::string& why) {
+  return why.empty() ? what : what + ": " + why;
+}
+
 // Lock held.
 int tell_failure(Context& context, const char* user, bool new_work) {
   if (!context.failure) return 0;
@@ -175,7 +183,9 @@ int tell_failure(Context& context, const char* user, bool new_work) {
   }
   told.insert(context.number);
   return report(user, context.failure,
-                "the context takes no work since a task failed on device " + std::to_string(context.device));
+                explained("the context takes no work since a task failed on device " +
+                              std::to_string(context.device),
+                          context.failure_text));
 }
 
 // Lock held.
@@ -211,7 +221,7 @@ int wait_until(std::unique_lock<std::mutex>& lock, const std::shared_ptr<Stream>
   if (!stream->error) return 0;
   const int code = stream->error;
   stream->error = 0;
-  return report(user, code, format("a task of stream %d failed", stream->number));
+  return report(user, code, explained(format("a task of stream %d failed", stream->number), stream->error_text));
 }
 
 }  // namespace

@@ -30,6 +30,7 @@ struct Task {
   std::string name;  // such as "aclrtMemcpyAsync" or an operator
   std::vector<Access> accesses;
   std::function<int()> run;          // returns an error code
+  std::string failure;               // why, if it knows
   std::function<void(int)> dropped;  // instead of run, when a failed context throws its queue away
   uint64_t sequence = 0;             // within its stream
 };
@@ -43,6 +44,7 @@ struct Stream {
   uint64_t submitted = 0;
   uint64_t finished = 0;
   int error = 0;  // of a task, when the context goes on after failures; told once
+  std::string error_text;
   bool started = false;
   bool running = false;
   bool destroyed = false;

@@ -119,6 +119,19 @@ void KernelRun::write(const char* name, const std::vector<double>& values) const
   for_each_element(find(name), op_, [&](char* at, size_t i) { store_number(at, type, values[i]); });
 }
 
+std::string KernelRun::read_bytes(const char* name) const {
+  const size_t item = item_size(dtype(name));
+  std::string bytes(static_cast<size_t>(elements(name)) * item, '\0');
+  for_each_element(find(name), op_,
+                   [&](const char* at, size_t i) { std::memcpy(&bytes[i * item], at, item); });
+  return bytes;
+}
+
+void KernelRun::write_bytes(const char* name, const char* bytes) const {
+  const size_t item = item_size(dtype(name));
+  for_each_element(find(name), op_, [&](char* at, size_t i) { std::memcpy(at, bytes + i * item, item); });
+}
+
 void KernelRun::add(const char* name, const std::vector<double>& values) const {
   if (!settings()->accumulate) return write(name, values);
   std::vector<double> sums = read(name);

@@ -47,6 +47,10 @@ class KernelRun {
   // accumulate=1.
   void add(const char* name, const std::vector<double>& values) const;
 
+  // Elements as they are in memory, one behind the other.
+  std::string read_bytes(const char* name) const;
+  void write_bytes(const char* name, const char* bytes) const;
+
  private:
   const Operand* look_for(const char* name) const;
   const Operand& find(const char* name) const;

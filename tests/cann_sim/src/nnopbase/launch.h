@@ -25,6 +25,7 @@ namespace aclnn {
 constexpr int kSuccess = 0;
 constexpr int kNullptr = 161001;
 constexpr int kInvalid = 161002;
+constexpr int kInner = 561000;
 constexpr int kTiling = 561002;
 constexpr int kFindKernel = 561003;
 constexpr int kInnerNullptr = 561103;
@@ -77,6 +78,9 @@ class PhaseOne {
   // nothing and wants no workspace. It is not asked when the fault plan had its say.
   int finish(const std::function<bool()>& check, uint64_t workspace, std::function<void(KernelRun&)> kernel,
              uint64_t* workspace_size, aclOpExecutor** executor);
+
+ protected:
+  const std::vector<Argument>& arguments() const { return arguments_; }
 
  private:
   Argument& add(const char* name);

@@ -110,11 +110,17 @@ std::shared_ptr<Task> make_task(const std::shared_ptr<Executor>& executor, const
     task->accesses.push_back(scratch);
   }
   check_overlap(task->accesses, executor->op.c_str());
-  task->run = [executor, operands, scratch, handle, stream] {
+  std::string& failure = task->failure;  // the task has the function
+  task->run = [executor, operands, scratch, handle, stream, &failure] {
     record_launch("run", executor->op, handle, stream, 0, *executor->context);
     scribble(scratch, executor->op);
     KernelRun run(executor->op, operands, Summation(executor->sums_in_order));
-    executor->kernel(run);
+    try {
+      executor->kernel(run);
+    } catch (const Refusal& refusal) {
+      failure = executor->op + ": " + refusal.text;
+      return refusal.code;
+    }
     count("kernels." + executor->op);
     return 0;
   };

@@ -15,7 +15,7 @@ namespace {
 template <typename Values, typename Write>
 std::string listed(const Values& values, Write write) {
   std::string text;
-  for (const auto value : values) text += (text.empty() ? "" : ", ") + std::string(write(value));
+  for (const auto& value : values) text += (text.empty() ? "" : ", ") + std::string(write(value));
   return "[" + text + "]";
 }
 
@@ -63,22 +63,23 @@ std::string json_of(const std::string& text) {
   std::string json = "\"";
   for (const char letter : text) {
     const bool is_plain = static_cast<unsigned char>(letter) >= ' ' && letter != '"' && letter != '\\';
-    json += is_plain ? std::string(1, letter) : format("\\u%04x", letter);
+    json += is_plain ? std::string(1, letter) : format("\\u%04x", static_cast<unsigned char>(letter));
   }
   return json + "\"";
+}
+
+std::string json_of(const std::vector<Argument>& arguments) {
+  return listed(arguments, [](const Argument& argument) {
+    return format("{\"name\": \"%s\", \"value\": %s}", argument.name.c_str(), argument.json.c_str());
+  });
 }
 
 void record_plan(const std::string& op, const std::vector<Argument>& arguments, int status,
                  uint64_t workspace, const void* executor, const Context* context) {
   if (!settings()->record) return;
-  std::string text;
-  for (const Argument& argument : arguments) {
-    text += format("%s{\"name\": \"%s\", \"value\": %s}", text.empty() ? "" : ", ", argument.name.c_str(),
-                   argument.json.c_str());
-  }
-  report_line("abi", format("{\"event\": \"plan\", \"op\": \"%s\", \"arguments\": [%s], \"status\": %d, "
+  report_line("abi", format("{\"event\": \"plan\", \"op\": \"%s\", \"arguments\": %s, \"status\": %d, "
                             "\"workspace\": %llu, \"executor\": %zu, %s}",
-                            op.c_str(), text.c_str(), status, static_cast<unsigned long long>(workspace),
+                            op.c_str(), json_of(arguments).c_str(), status, static_cast<unsigned long long>(workspace),
                             reinterpret_cast<size_t>(executor), origin(context).c_str()));
 }
 

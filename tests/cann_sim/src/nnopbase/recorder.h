@@ -27,6 +27,7 @@ std::string json_of(double value);
 std::string json_of(const std::vector<float>& values);
 std::string json_of(const Scalar& scalar);
 std::string json_of(const std::string& text);
+std::string json_of(const std::vector<Argument>& arguments);
 
 // {"event": "plan", ...}: a phase 1 with all its arguments and what came of it.
 void record_plan(const std::string& op, const std::vector<Argument>& arguments, int status,

@@ -33,6 +33,9 @@ class Summation {
     return made;
   }
 
+  // What the order of this launch is drawn from; 0 in order.
+  uint64_t seed() const { return in_order_ ? 0 : launch_; }
+
  private:
   bool in_order_;
   uint64_t launch_;
