@@ -11,14 +11,18 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from ctypes import byref, c_void_p
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tests.cann_sim.build import Installation
-from tests.cann_sim.operators import Arguments, Launch, make_arrays
-from tests.cann_sim.rig import Rig
+from tests.cann_sim.build import Installation, written_here
+from tests.cann_sim.operators import Arguments, Launch, check, make_arrays
+from tests.cann_sim.rig import Rig, launch_generated
 from tests.cann_sim.runtime import DETERMINISTIC, CannError, Runtime
 
+from npugrad.dtypes import DType
+from npugrad.meta import CallMeta
+from npugrad.operator import OpRecord
 from npugrad.ops import OPERATORS, get_operator
 
 Observation = Callable[[Runtime], Any]
@@ -63,6 +67,42 @@ def launch_statuses(runtime: Runtime) -> list[tuple[str, int]]:
         if rig:
             rig.close()
     return seen
+
+
+@observation
+def generated_status(runtime: Runtime) -> list[Any]:
+    """A launch of a generated operator: code and text of the wait for it."""
+    stream = runtime.stream()
+    launch_generated(runtime, [runtime.malloc(64) for _ in range(3)], stream)
+    code = runtime.status("aclrtSynchronizeStream", stream)
+    return [code, runtime.message()]
+
+
+def _complaint(runtime: Runtime, record: OpRecord, call: CallMeta) -> str:
+    """What is wrong with a call made by a record; the device is as new afterwards."""
+    try:
+        check(runtime, record, call, make_arrays(record, call))
+    except (AssertionError, CannError) as error:
+        return str(error)
+    finally:
+        runtime.message()
+        runtime.call("aclrtResetDevice", 0)
+        runtime.call("aclrtSetDevice", 0)
+    return ""
+
+
+@observation
+def wrong_records(runtime: Runtime) -> dict[str, list[str]]:
+    """What is found by records of generated operators: two parameters swapped, a type too many."""
+    found = {}
+    for record in OPERATORS.values():
+        if record.aclnn_name not in written_here():
+            first, second, *others = record.params
+            swapped = replace(record, params=(second, first, *others))
+            wide = record.build(dtype=DType.FLOAT64)
+            calls = (swapped, record.build(**record.workloads.uneven)), (record, wide)
+            found[record.name] = [_complaint(runtime, *each) for each in calls]
+    return found
 
 
 @observation
@@ -212,10 +252,16 @@ def killed(runtime: Runtime) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def main(name: str) -> None:
-    """Makes one observation and prints it."""
+def start() -> Runtime:
+    """The simulator of the environment, initialised."""
     runtime = Runtime(Installation(Path(os.environ["ASCEND_HOME_PATH"])))
     runtime.call("aclInit", None)
+    return runtime
+
+
+def main(name: str) -> None:
+    """Makes one observation and prints it."""
+    runtime = start()
     code = runtime.status("aclrtSetDevice", 0)
     if code:
         print(json.dumps({"start": code}))

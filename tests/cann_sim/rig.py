@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -72,6 +73,13 @@ class Rig:
             self.runtime.call("aclDestroyTensor", handle)
         for address in (*self.addresses.values(), *filter(None, [self.workspace])):
             self.runtime.call("aclrtFree", address)
+
+
+def launch_generated(runtime: Runtime, addresses: Sequence[int], stream: int) -> None:
+    """Queues aclnnSiluBackward, a generated operator: gradOutput, self and gradInput of four elements."""
+    tensors = [runtime.tensor(FLOAT, (4,), address) for address in addresses]
+    size, executor = runtime.plan("aclnnSiluBackward", *tensors)
+    runtime.call("aclnnSiluBackward", runtime.malloc(size), size, executor, stream)
 
 
 def queue_upload(runtime: Runtime, address: int, size: int, stream: int) -> int:

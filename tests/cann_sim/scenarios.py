@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from tests.cann_sim.build import Installation
 from tests.cann_sim.operators import Launch, make_arrays
-from tests.cann_sim.rig import SHAPES, Rig, queue_upload
+from tests.cann_sim.rig import SHAPES, Rig, launch_generated, queue_upload
 from tests.cann_sim.runtime import D2H, DETERMINISTIC, H2D, Runtime
 from tests.operators import FLOYD, MSDA
 
@@ -324,6 +324,12 @@ def an_output_over_an_input(runtime: Runtime) -> None:
     rig = Rig(runtime)
     rig.replace("gradInput", rig.addresses["input"])
     rig.launch(runtime.stream())
+
+
+@mistake("overlap", "aclnnSiluBackward: gradInput and self share memory")
+def a_generated_operator_over_its_input(runtime: Runtime) -> None:
+    block = runtime.malloc(KIB)
+    launch_generated(runtime, [runtime.malloc(KIB), block, block], runtime.stream())
 
 
 @mistake("padding", "gradBetaOut begins in the 32 bytes behind gradGammaOut")

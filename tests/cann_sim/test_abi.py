@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import re
 import subprocess
+from ctypes import c_bool, c_double, c_float, c_int8, c_int32, c_int64, c_uint64
 from pathlib import Path
+from typing import Any
 
 import pytest
-from tests.cann_sim.build import SOURCES, Installation, vendor_functions
+from tests.cann_sim.build import DEFAULT_CANN, SOURCES, Installation, vendor_functions
+from tests.cann_sim.stubs import pages_of, phases
+
+from npugrad.ops import OPERATORS
+from npugrad_server.acl.symbols import operator_symbols
 
 pytestmark = pytest.mark.npu_sim
 
@@ -84,6 +90,10 @@ SCALARS = {
     "void": "void",
     **dict.fromkeys(("aclrtStream", "aclrtEvent", "aclrtContext"), "pointer"),
 }
+HANDED: dict[Any, str] = {
+    **{c_int32: "i32", c_int64: "i64", c_uint64: "u64", c_int8: "int8_t"},
+    **{c_bool: "bool", c_double: "double", c_float: "float"},
+}
 
 
 def test_numbers_are_the_vendors(torch_npu: Path, tmp_path: Path) -> None:
@@ -151,6 +161,16 @@ def test_functions_take_what_the_vendors_take(torch_npu: Path) -> None:
     known = {name: theirs[name] for name in ours if name in theirs}
     assert set(ours) - set(known) <= {"aclAppLog"}  # its dots are no prototype for this parser
     assert {name: ours[name] for name in known} == known
+
+
+def test_generated_operators_take_what_the_launcher_hands_down() -> None:
+    pages = pages_of(DEFAULT_CANN)
+    made = prototypes("".join(map(phases, pages.values())))
+    assert len(made) == 2 * len(pages)
+    for record in OPERATORS.values():
+        for symbol in operator_symbols(record):
+            handed = (HANDED.get(each, "pointer") for each in (symbol.result, *symbol.arguments))
+            assert made[symbol.name] == tuple(handed), symbol.name
 
 
 def test_what_torch_npu_links_is_there_or_a_trap(cann_sim: Installation, torch_npu: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
+import struct
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.cann_sim.build import Installation
+from tests.cann_sim.arithmetic import arithmetic
+from tests.cann_sim.build import ARITHMETIC, DEFAULT_CANN, Installation, generated_pages
 from tests.cann_sim.fixtures import REPOSITORY, TIMEOUT_S, Ended
 from tests.cann_sim.observations import REPEATED
 from tests.cann_sim.report import Report, leaks, write_plan
@@ -23,7 +26,7 @@ Run = Callable[..., Ended]
 
 pytestmark = pytest.mark.npu_sim
 
-OOM, AICORE, DOWN, KERNEL_PACKAGE, TIMEOUT = 207001, 507015, 507033, 561112, 507046
+OOM, AICORE, DOWN, KERNEL_PACKAGE, TIMEOUT, INNER = 207001, 507015, 507033, 561112, 507046, 561000
 PLAN, LAUNCH = "aclnnGroupNormBackwardGetWorkspaceSize", "aclnnGroupNormBackward"
 SYNC = "aclrtSynchronizeStreamWithTimeout"
 
@@ -127,6 +130,39 @@ def test_a_function_may_hang(run_on_sim: Run) -> None:
         run_on_sim("tests.cann_sim.observations", "malloc_statuses", plan="aclrtMalloc:2:hang", timeout_s=2)
 
 
+def test_a_generated_operator_fails_where_nothing_computes(run_on_sim: Run, tmp_path: Path) -> None:
+    """It waits for no longer than the plan says, and tells why."""
+
+    def told(path: Path | str) -> str:
+        plan = "arithmetic_ms=100"
+        code, text = observe(run_on_sim, "generated_status", plan, **{ARITHMETIC: str(path)})
+        assert code == INNER
+        assert "a task failed on device 0: aclnnSiluBackward: " in text
+        return str(text)
+
+    assert "CANN_SIM_ARITHMETIC is not set; expected the socket of a process that computes" in told("")
+    assert "cannot connect: No such file or directory; the process" in told(tmp_path / "none")
+    assert "cannot connect: File name too long" in told(tmp_path / ("long" * 30))
+    with arithmetic() as path:
+        pass
+    assert f"{ARITHMETIC}={path} is gone, or stuck" in told(path)
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(tmp_path / "stuck"))
+        listening.listen()
+        assert "cannot receive: nothing came for 100 ms; the process" in told(tmp_path / "stuck")
+    assert "cannot connect: Connection refused; the process" in told(tmp_path / "stuck")
+
+
+def test_the_process_that_computes_tells_what_it_cannot(cann_sim: Installation) -> None:
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(str(cann_sim.arithmetic))
+        connection.sendall(b'{"op": "aclnnNone", "arguments": []}\n')
+        with connection.makefile("rb") as reply:
+            (size,) = struct.unpack("<q", reply.read(8))
+            text = reply.read(-size).decode()
+    assert text == "the process that computes failed: LookupError: no record describes aclnnNone"
+
+
 def test_a_process_may_be_killed_at_a_call(run_on_sim: Run) -> None:
     ended = run_on_sim("tests.cann_sim.observations", "launch_statuses", plan="kernel:2:kill")
     assert ended.status == -signal.SIGKILL
@@ -177,11 +213,14 @@ def test_when_the_deterministic_option_counts(
     """Up to 8.5 as it was when the first kernel was loaded; from 9.0 that of the process, at each phase 1."""
     found: dict[str, list[int]] = observe(run_on_sim, name, f"cann={cann}")
     assert found.keys() == REPEATED.keys() == OPERATORS.keys() - {"fused_floyd_attention_grad"}
+    generated = {page.name: page for page in generated_pages(DEFAULT_CANN)}
     for kind, counts in found.items():
         record = OPERATORS[kind]
         offered = record.determinism_check(record.build(), CannRelease.parse(cann)) is None
+        page = generated.get(record.aclnn_name)
+        always = page is not None and page.determinism == "default"
         for stage, count in enumerate(counts):
-            expected = count == 0 if offered and stage in stages else count >= MOST
+            expected = count == 0 if always or (offered and stage in stages) else count >= MOST
             assert expected, (kind, stage, counts)
 
 

@@ -1,10 +1,16 @@
-"""The operators of the simulator against the float64 references: two derivations of the same documents."""
+"""The operators of the simulator against the float64 references: two derivations of the same documents.
+
+Generated operators compute by the references, so of these it is shown that every operand and attribute
+arrives, and every result comes back.
+"""
 
 from __future__ import annotations
 
 import itertools
+import json
+import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -12,46 +18,30 @@ import numpy.typing as npt
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.cann_sim.operators import Relayout, as_it_is, compute, make_arrays, transposed
+from tests.cann_sim.build import Installation, written_here
+from tests.cann_sim.fixtures import Ended
+from tests.cann_sim.operators import as_it_is, check, compute, make_arrays, transposed
 from tests.cann_sim.runtime import Runtime
-from tests.derived import told
+from tests.derived import drawn, told
 from tests.operators import FLOYD
 from tests.reaches import masked, prove, unlike_samples
 
-from npugrad.coordinates import CoordinateRule
 from npugrad.meta import CallMeta
 from npugrad.operator import OpRecord
 from npugrad.ops import OPERATORS, get_operator
 from npugrad.products import Product
-from npugrad.tolerance import compare
+from npugrad.validation import validate_call
 
 pytestmark = pytest.mark.npu_sim
 Array = npt.NDArray[Any]
 
+GENERATED = [record for record in OPERATORS.values() if record.aclnn_name not in written_here()]
+RANDOM_CALLS = 40
 SOC = {
     Product.ATLAS_TRAINING: "Ascend910A",
     Product.ATLAS_A2: "Ascend910B2",
     Product.ATLAS_A3: "Ascend910_9391",
 }
-
-
-def check(
-    runtime: Runtime,
-    record: OpRecord,
-    call: CallMeta,
-    arrays: dict[str, Array | None],
-    relayout: Relayout = as_it_is,
-) -> None:
-    """Compares every wanted output with the reference; a call that writes nothing must leave the zeros.
-
-    Coordinates are those of Atlas A2, whose kernels of attention have the rule that is the service's.
-    """
-    found = compute(runtime, record, call, arrays, relayout)
-    golden = {name: np.zeros(output.shape) for name, output in found.items()}
-    record.references_by_rule.get(CoordinateRule.VENDOR_A2, record.reference)(arrays, call.attrs, golden)
-    for name, output in found.items():
-        comparison = compare(golden[name], output, record.extra_tolerance(arrays, call.attrs, name))
-        assert comparison.ok, f"{name}: {comparison}"
 
 
 @pytest.mark.parametrize("record", OPERATORS.values(), ids=OPERATORS)
@@ -64,7 +54,59 @@ def test_every_sample_of_every_record(runtime: Runtime, record: OpRecord) -> Non
             check(runtime, record, sample.call, make_arrays(record, sample.call))
 
 
-@pytest.mark.parametrize("record", OPERATORS.values(), ids=OPERATORS)
+def check_random_calls(runtime: Runtime, record: OpRecord, count: int) -> None:
+    """Compares so many legal calls of any sizes and types, with every tensor in a layout of its own."""
+    drawn_calls = ((seed, *drawn(record, seed)) for seed in itertools.count())
+    legal = (each for each in drawn_calls if not validate_call(record, each[1]).status)
+    for seed, call, operands in itertools.islice(legal, count):
+        rng = np.random.default_rng(seed)
+        layouts = {name: (as_it_is, transposed)[rng.integers(2)] for name in (*call.inputs, "outputs")}
+        call = call.with_inputs(**{name: meta and layouts[name](meta) for name, meta in call.inputs.items()})
+        arrays = make_arrays(record, call, seed)
+        for name, array in arrays.items():
+            if array is not None:
+                array[...] = operands[name]
+        with told((seed, call)):
+            check(runtime, record, call, arrays, layouts["outputs"])
+
+
+@pytest.mark.parametrize("record", GENERATED, ids=lambda record: record.name)
+def test_random_calls_of_generated_operators(runtime: Runtime, record: OpRecord) -> None:
+    check_random_calls(runtime, record, RANDOM_CALLS)
+
+
+def test_a_generated_operator_takes_the_place_of_one_written_here(
+    install_cann_sim: Callable[..., Installation], run_on_sim: Callable[..., Ended]
+) -> None:
+    """In a process of its own: libraries of two simulators do not go together."""
+    record = get_operator("layer_norm_backward")
+    generated = install_cann_sim(generate=(record.aclnn_name,))
+    code = (
+        "from tests.cann_sim.observations import start; from tests.cann_sim.test_operators import *;"
+        "runtime = start(); runtime.call('aclrtSetDevice', 0);"
+        f"check_random_calls(runtime, get_operator({record.name!r}), RANDOM_CALLS)"
+    )
+    ended = run_on_sim("-c", code, installation=generated)
+    assert (ended.status, ended.report.violations()) == (0, []), ended.errors
+    assert ended.report.counters()[f"kernels.{record.aclnn_name}"] > RANDOM_CALLS / 2  # others are empty
+
+
+def test_wrong_records_are_noticed(run_on_sim: Callable[..., Ended]) -> None:
+    """Two parameters swapped, and a type too many: the stubs know the pages only."""
+    ended = run_on_sim("tests.cann_sim.observations", "wrong_records", plan="poisoned=code")
+    assert ended.status == 0, ended.errors
+    found = json.loads(ended.output)
+    assert found.keys() == {record.name for record in GENERATED}
+    for name, (swapped, retyped) in found.items():
+        assert re.search("outside tolerance|error code (161002|561000)", swapped), name
+        assert "the dtype is not in the page's table (error code 161002)" in retyped, name
+
+
+@pytest.mark.parametrize(
+    "record",
+    [record for record in OPERATORS.values() if record not in GENERATED],
+    ids=lambda record: record.name,
+)
 def test_an_output_depends_on_what_the_record_says_and_on_nothing_else(
     runtime: Runtime, record: OpRecord
 ) -> None:
