@@ -17,6 +17,8 @@ def printed(program: str, *arguments: object, timeout_s: float = 60, **options: 
         options: Of `subprocess.run`.
     """
     command = [sys.executable, "-c", program, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False, **options)
+    done: subprocess.CompletedProcess[str] = subprocess.run(
+        command, capture_output=True, text=True, timeout=timeout_s, check=False, **options
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
