@@ -140,8 +140,7 @@ class Page(Citing):
         types = {} if own else {key: getattr(self.tensor(like), key) for key in ("dtypes", "uncarried")}
         extra = {**types, "doc": doc, "like": like, "masked_by": bit, **extra}
         self._tensor(name, "output", extra)
-        self._bits[name] = bit
-        self._metas[name] = meta or (lambda call: self._alike(call, like, own))
+        self._bits[name], self._metas[name] = bit, meta or (lambda call: self._alike(call, like, own))
 
     def attr(self, name: str, kind: AttrType, doc: str, values: Sequence[Any] = (), **extra: Any) -> None:
         """An attribute, with legal values that derived calls have; `extra` is the rest of `AttrParam`."""

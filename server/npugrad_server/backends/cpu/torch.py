@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 SETTING = "NPUGRAD_CPU_TORCH"
 """Environment variable; with ``off``, PyTorch is not used even where it is installed."""
+_LOOK_S = 0.1
+"""How often a call that waits for the import looks whether it is still wanted, in seconds."""
 _NO_KERNEL = "not implemented for"
 _NO_MEMORY = "can't allocate memory"
 _log = logging.getLogger(__name__)
@@ -58,6 +60,7 @@ class Torch:
         self.is_found, self.trouble = False, ""
         self._threads, self._lock = threads, threading.Lock()
         self._module: Any = None
+        self._importing: threading.Thread | None = None
         self._noted: set[tuple[str, ...]] = set()
         if os.environ.get(SETTING) == "off":
             self.trouble = f"{SETTING}=off"
@@ -94,6 +97,8 @@ class Torch:
         binding = record.binding
         if binding is None or not self.is_found or not self.has(record) or not binding.takes(call.meta):
             return False
+        if any(array is not None and not array.size for array in inputs.values()):
+            return False  # some operators divide by a size, which ends the process
         kinds = (record.name, *("" if array is None else array.dtype.name for array in inputs.values()))
         if kinds in self._noted or not (self._module or self._loads(call)):
             return False
@@ -111,19 +116,28 @@ class Torch:
         return True
 
     def _loads(self, call: DeviceCall) -> bool:
-        """Imports it, unless a canary asks or it failed before; returns whether it is there."""
+        """Imports it, unless a canary asks; returns whether it is there.
+
+        On a thread of its own: a call whose time is over meanwhile ends, and the next one finds more of it.
+        """
         if call.is_canary:
             return False
         with self._lock:
-            if self._module is None and self.is_found:
-                try:
-                    self._module = _imported(self._threads)
-                except Exception as error:  # an ABI of another NumPy or C library, for example
-                    self.is_found = False
-                    self.trouble = f"it cannot be imported: {type(error).__name__}: {error}"
-                    _log.warning("PyTorch is not used on the CPU, as %s", self.trouble)
-        call.check_wanted()
+            if self._importing is None:
+                self._importing = threading.Thread(target=self._import, name="import-torch", daemon=True)
+                self._importing.start()
+        while self._importing.is_alive():
+            self._importing.join(_LOOK_S)
+            call.check_wanted()
         return self.is_found
+
+    def _import(self) -> None:
+        try:
+            self._module = _imported(self._threads)
+        except Exception as error:  # an ABI of another NumPy or C library, for example
+            self.is_found = False
+            self.trouble = f"it cannot be imported: {type(error).__name__}: {error}"
+            _log.warning("PyTorch is not used on the CPU, as %s", self.trouble)
 
     def _note(self, kinds: tuple[str, ...], error: Exception) -> None:
         """Remembers types for which there is no kernel, and says any other failure of an operator once."""
