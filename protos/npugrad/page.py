@@ -119,6 +119,7 @@ class Page(Citing):
         """
         if isinstance(dtypes, str):
             axes = axes or " ".join(self.axes[dtypes])
+            extra = {"uncarried": self.tensor(dtypes).uncarried, **extra}
             dtypes = self.tensor(dtypes).dtypes
         if "below" in extra:
             self.bounds[name] = extra.pop("below")

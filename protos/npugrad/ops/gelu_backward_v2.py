@@ -84,6 +84,11 @@ GELU_BACKWARD_V2 = p.record(
         model("language-mlp", "MLP of a language model, 512 tokens", shape=(512, 4096), approximate="tanh"),
     ),
     min_cann="8.5",
-    binding=TorchBinding("aten.gelu_backward", ("grad_output", "input"), ("approximate",)),
+    binding=TorchBinding(
+        "aten.gelu_backward",
+        ("grad_output", "input"),
+        ("approximate",),
+        takes=lambda call: call.tensor("grad_output").shape == call.tensor("input").shape,
+    ),
 )
 """The record; order of parameters is the order of aclnnGeluBackwardV2GetWorkspaceSize."""

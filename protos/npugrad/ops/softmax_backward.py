@@ -89,6 +89,10 @@ SOFTMAX_BACKWARD = p.record(
     ),
     extra_tolerance=_extra_tolerance,
     min_cann="8.5",
-    binding=TorchBinding("aten._softmax_backward_data", ("grad_output", "output", "dim", "dtype")),
+    binding=TorchBinding(
+        "aten._softmax_backward_data",
+        ("grad_output", "output", "dim", "input_dtype"),
+        made={"input_dtype": lambda given: given["output"].dtype},
+    ),
 )
 """The record; order of parameters is the order of aclnnSoftmaxBackwardGetWorkspaceSize."""
