@@ -179,7 +179,7 @@ TRANSLATIONS: dict[Any, Callable[..., AutogradCall]] = {
     torch.ops.aten.native_layer_norm_backward.default: _layer_norm,
 }
 """Translations by autograd's operator; all other operators pass through."""
-TAKEN_APART = {"NativeGroupNormBackward0": "group_norm_backward"}
+TAKEN_APART = {"NativeGroupNormBackward0": "group_norm_backward", "SiluBackward0": "silu_backward"}
 """Nodes that compute with elementary operators if a second derivative is wanted."""
 TAKEN_APART_BY = {
     torch.ops.aten.mul.Tensor: "",

@@ -346,7 +346,8 @@ def _aten(records: Mapping[str, OpRecord]) -> dict[str, str]:
     return {
         binding.path.removeprefix("aten."): name
         for name, binding in bound.items()
-        if binding.path.startswith("aten.")
+        if binding.is_aten
+        and not binding.results
         and {p.name for p in records[name].params} - {p.name for p in records[name].outputs}
         <= {*binding.positional, *binding.keyword, *binding.back}
     }

@@ -65,6 +65,41 @@ def test_each_function_that_a_record_names_is_sent_as_its_operator(client: Clien
     assert_near(found, binding.call(torch.ops, {**tensors, **call.attrs}))
 
 
+LAYERS = {
+    "silu_backward": nn.SiLU(),
+    "gelu_backward_v2": nn.GELU("tanh"),
+    "softmax_backward": nn.Softmax(1),
+    "batch_norm_backward": nn.BatchNorm1d(4),
+    "batch_norm_backward, evaluated": nn.BatchNorm1d(4).eval(),
+    "batch_norm_backward, mixed": nn.BatchNorm1d(4),
+    "batch_norm_backward, of instances": nn.InstanceNorm1d(4, affine=True),
+    "embedding_dense_backward": nn.Embedding(5, 4),
+    "embedding_dense_backward, padded": nn.Embedding(5, 4, padding_idx=1),
+    "nll_loss_backward": nn.NLLLoss(),
+    "nll_loss_backward, weighted": nn.NLLLoss(torch.rand(4), ignore_index=2),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_of_new_operators_get_the_gradients_of_autograd(client: Client, name: str) -> None:
+    layer, operator = LAYERS[name], name.split(",")[0]
+    x = torch.randn(3, 4, 6, dtype=torch.bfloat16 if "mixed" in name else None, requires_grad=True)
+    target = torch.randint(4, (3,))
+    given = {"nll": (x[..., 0], target), "embedding": (target,)}.get(operator.split("_")[0], (x,))
+    leaves = [*layer.parameters(), *([] if "embedding" in name else [x])]
+
+    def backward() -> Any:
+        out = layer(*given)
+        return torch.autograd.grad(out, leaves, torch.ones_like(out).cumsum(0))
+
+    with remote(client, min_bytes=0) as mode:
+        found = backward()
+    assert [(row.operator, row.is_sent, row.calls) for row in mode.summary().rows] == [(operator, True, 1)]
+    expected = backward()
+    assert [one.dtype for one in found] == [other.dtype for other in expected]
+    assert_near(found, expected, *((0.02, 0.02) if "mixed" in name else ()))
+
+
 def test_a_call_is_validated_once_and_one_like_it_not_at_all(client: Client) -> None:
     entered: list[str] = []
 
