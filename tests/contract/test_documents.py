@@ -19,8 +19,10 @@ MADE_BY_SERVICE = ("workspaceSize", "executor", "workspace", "stream")
 
 
 def rows_of_page(name: str) -> Iterator[Source]:
-    """What the facts of a page have rows of."""
-    page = load("9.1.0")[name]
+    """What the facts of a page have rows of; nothing until `make facts` has read it."""
+    page = load("9.1.0").get(name)
+    if page is None:
+        return
     yield Source(name, "supported products", "list")
     for parameter in (*(each.c_name for each in page.params), *MADE_BY_SERVICE):
         yield Source(name, "parameters", parameter)

@@ -94,10 +94,6 @@ class _Operator:
         """Names with spaces between them."""
         return " ".join(param.name for param in params)
 
-    def arguments(self) -> str:
-        """Names of inputs and attributes, as code."""
-        return ", ".join(f'"{param.name}"' for param in self.params if not param.is_output)
-
     def products(self) -> str:
         """The products, as code."""
         names = [f"Product.{product.name}" for product in self.page.products]
@@ -119,8 +115,9 @@ class _Operator:
         others = {tuple(t for t in found[product] if t not in FLOATS[product]) for product in found}
         if len(others) == 1 and all({*found[product]} >= {*FLOATS[product]} for product in found):
             more = "".join(f", DType.{dtype.name}" for dtype in others.pop())
-            each = f"{{each: (*rules.FLOATS[each]{more}) for each in {self.products()}}}"
-            return each if more or self.lacking else "rules.FLOATS"
+            each = f"(*rules.FLOATS[each]{more})" if more else "rules.FLOATS[each]"
+            is_all = not more and not self.lacking
+            return "rules.FLOATS" if is_all else f"{{each: {each} for each in {self.products()}}}"
         listed = {product: _tuple(f"DType.{dtype.name}" for dtype in found[product]) for product in found}
         if len({*listed.values()}) == 1:
             return f"dict.fromkeys({self.products()}, {listed.popitem()[1]})"

@@ -10,6 +10,7 @@ import signal
 import threading
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -192,11 +193,12 @@ def test_create_graph_keeps_values_right(client: Client, name: str) -> None:
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
 
 
-def test_what_is_taken_apart_is_told_by_the_inner_one_alone(client: Client) -> None:
+@pytest.mark.parametrize("function", [partial(F.group_norm, num_groups=4), F.silu])
+def test_what_is_taken_apart_is_told_by_the_inner_one_alone(client: Client, function: Any) -> None:
     x = torch.randn(2, 8, 5, requires_grad=True)
     told = pytest.warns(RemoteWarning, match="it is decomposed for create_graph=True")
     with told as said, remote(client, min_bytes=0) as outer, remote(client, min_bytes=0) as inner:
-        torch.autograd.grad(F.group_norm(x, 4).pow(3).sum(), x, create_graph=True)
+        torch.autograd.grad(function(x).pow(3).sum(), x, create_graph=True)
     assert len(said) == 1
     assert (outer.summary().local, inner.summary().local) == (0, 1)
 
