@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -27,7 +28,7 @@ from tests.http2 import (
 
 from npugrad_server.config import LEAST_MESSAGE_BYTES, ServerSettings
 from npugrad_server.rpc.front_limits import FrontLimits
-from npugrad_server.rpc.transport import ping_options, server_options
+from npugrad_server.rpc.transport import GrpcServers, ping_options, server_options
 
 TIMEOUT_S = 30
 PATH = b"/test/Wait"
@@ -36,9 +37,8 @@ CALL = start_call(PATH) + frame(0, 1, 1, message(0, b""))
 NO_CALL = PREFACE + frame(SETTINGS, 0, 0)
 
 
-@asynccontextmanager
-async def connected(options: Iterable[tuple[str, int]], start: bytes) -> AsyncIterator[Any]:
-    """A connection to a server with these options, on which something was said."""
+async def serving(options: Iterable[tuple[str, int]] = ()) -> tuple[grpc.aio.Server, int]:
+    """A server whose calls are never answered, and its port."""
 
     async def wait(request: Any, context: Any) -> bytes:
         await asyncio.Event().wait()
@@ -52,6 +52,13 @@ async def connected(options: Iterable[tuple[str, int]], start: bytes) -> AsyncIt
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test", methods),))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
+    return server, port
+
+
+@asynccontextmanager
+async def connected(options: Iterable[tuple[str, int]], start: bytes) -> AsyncIterator[Any]:
+    """A connection to a server with these options, on which something was said."""
+    server, port = await serving(options)
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         writer.write(start)
@@ -175,3 +182,25 @@ def test_all_that_callers_may_take_is_the_front_memory(total: int, calls: int, m
     assert limits.memory_bytes >= limits.call_bytes
     assert queries.memory_bytes >= queries.call_bytes
     assert 1 <= limits.calls <= calls
+
+
+async def test_two_stops_whose_times_are_up_at_once_end_a_server_with_calls() -> None:
+    """In gRPC, which each of them used to ask, that is a SIGSEGV, on a busy loop."""
+
+    async def busy() -> None:
+        while True:
+            until = time.monotonic() + 0.004
+            while time.monotonic() < until:
+                pass
+            await asyncio.sleep(0)
+
+    work = asyncio.ensure_future(busy())
+    for late_s in (0.004, 0.008, 0.012, 0.016):
+        server, port = await serving()
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(CALL)
+        await reader.read(1)
+        servers = GrpcServers(server)
+        await asyncio.gather(servers.stop(0.1), servers.stop(0.1 + late_s))
+        writer.close()
+    work.cancel()
