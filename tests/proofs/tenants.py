@@ -5,7 +5,8 @@ Two callers with certificates of equal weight call over TLS.
 - devices: one keeps a few calls waiting. The other one asks for more than its share in some way: a fresh
   label for each call, the highest priority, twenty times as many calls at once, or all of it.
 - uploads: one uploads a call as large as all memory for operands, at 26 KB/s and again when it is ended, next
-  to the other's calls of 8 MiB; then calls of 256 MiB at 100 MB/s, ten of which have to be answered.
+  to the other's calls of 8 MiB; then calls of 256 MiB at 100 MB/s, ten of which have to be answered; then as
+  much as all memory within 4 s, one after the other, beside calls that are retried as by default.
 - verify: 40 callers of one tenant have their calls of 8 MiB compared with the reference; the other one calls
   with a deadline of 5 s, first without and then with `verify`.
 """
@@ -184,6 +185,7 @@ class BesideUploads:
     slow: Load
     quick: Load
     quick_count: int
+    in_turns: Load | None = None
 
     @property
     def part(self) -> float:
@@ -192,7 +194,8 @@ class BesideUploads:
 
     @property
     def is_kept(self) -> bool:
-        return self.part >= LEAST_BESIDE and good(self.quick) >= self.quick_count
+        is_served = self.in_turns is None or not self.in_turns.failed
+        return self.part >= LEAST_BESIDE and good(self.quick) >= self.quick_count and is_served
 
     def __str__(self) -> str:
         return (
@@ -200,6 +203,11 @@ class BesideUploads:
             f"{self.part:.2f} of alone, longest {self.beside.longest_s:.2f} s; slow uploads ended: "
             f"{told(self.slow.failed, 2)}; quick uploads {good(self.quick)} of {self.quick_count}, ended: "
             f"{told(self.quick.failed, 2)}"
+            + (
+                f"; in turns, neighbour {good(self.in_turns)} of {self.in_turns.calls}"
+                if self.in_turns
+                else ""
+            )
         )
 
 
@@ -228,7 +236,17 @@ def beside_uploads(folder: Path, size: UploadSize, seconds: float, quick_count: 
             slow.stop()
         with Load(call, callers=2, pace_s=_CALL_EACH_S), Load(quick.once, callers=1) as quick_load:
             quick_load.wait(lambda: good(quick_load) >= quick_count, 20 * TIMEOUT_S)
-    return BesideUploads(alone, beside, slow_load, quick_load, quick_count)
+        in_turns = None
+        if seconds:
+            client = stack.enter_context(Client(server.address, tls=other, timeout_s=TIMEOUT_S))
+            call = partial(client.group_norm_backward, **arguments(made(size.call_bytes)))
+            nbytes = size.arena_bytes - 2**16
+            whole = stack.enter_context(Uploads(server, hog, nbytes, nbytes // 4))
+            with Load(whole.once, callers=1, refused_pause_s=_REFUSED_PAUSE_S):
+                eventually(lambda: server.info().input_arena_used_bytes, "the upload has its memory", server)
+                in_turns = during(call, seconds)
+                whole.stop()
+    return BesideUploads(alone, beside, slow_load, quick_load, quick_count, in_turns)
 
 
 def during(call: Call, seconds: float, callers: int = 1) -> Load:

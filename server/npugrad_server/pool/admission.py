@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from npugrad.errors import CallTooLarge, DeadlineExceeded, ServerBusy
 from npugrad_server.pool.device_memory import FLOAT64_BYTES, need_of
-from npugrad_server.pool.quotas import Quotas
+from npugrad_server.pool.quotas import CLAIM_RETRY_S, Claims, Quotas
 from npugrad_server.pool.regions import ALIGNMENT, Region, RegionAllocator, aligned
 from npugrad_server.pool.run_times import work_size_of
 
@@ -183,6 +183,7 @@ class AdmissionControl:
             own_memory: Whether the devices have memory of their own.
         """
         self.quotas = Quotas()
+        self._claims = Claims()
         self.operands = RegionAllocator(settings.input_arena_bytes)
         self.output_bytes = settings.output_arena_bytes // ALIGNMENT * ALIGNMENT
         self.memory_bytes = memory_bytes
@@ -238,7 +239,8 @@ class AdmissionControl:
         )
         if planned.deadline_s is not None and now + prediction.longest_s > planned.deadline_s:
             _check_deadline(planned, demand, prediction, forecast, now)
-        return demand, self._take(planned, demand, prediction, waiting, make_room, drop), prediction
+        self._check_place(planned, demand, prediction, waiting, drop)
+        return demand, self._take(planned, demand, prediction, make_room, drop, now), prediction
 
     def _fitting(self, planned: PlannedCall, device_bytes: int | None) -> Demand:
         """Returns what a call needs, after checking that it can fit."""
@@ -260,23 +262,35 @@ class AdmissionControl:
             )
         return demand
 
-    def _take(
+    def _check_place(
         self,
         planned: PlannedCall,
         demand: Demand,
         prediction: Prediction,
         waiting: int,
-        make_room: Callable[[Sequence[Tenant]], bool],
         drop: Callable[[Sequence[Tenant]], bool],
-    ) -> Region:
-        """Allocates operand memory if the queue has a place; arguments and errors as for `reserve`."""
+    ) -> None:
+        """Checks the tenant's quota and the place in the queue; arguments and errors as for `reserve`."""
         operator, tenant, quotas = planned.plan.record.name, planned.tenant, self.quotas
         if what := quotas.exceeded(tenant, demand.inflight_bytes):
             raise _busy(operator, what, prediction, "QUOTA_EXCEEDED")
         if waiting >= self._max_waiting and not drop(quotas.over_share_of_places(tenant)):
             what = f"the queue is full: {waiting} calls wait (setting max_queue_depth)"
             raise _busy(operator, what, prediction)
-        region = self.operands.allocate(demand.inputs.nbytes)
+
+    def _take(
+        self,
+        planned: PlannedCall,
+        demand: Demand,
+        prediction: Prediction,
+        make_room: Callable[[Sequence[Tenant]], bool],
+        drop: Callable[[Sequence[Tenant]], bool],
+        now: float,
+    ) -> Region:
+        """Allocates operand memory, but what others claim; arguments and errors as for `reserve`."""
+        operator, tenant, quotas = planned.plan.record.name, planned.tenant, self.quotas
+        self._leave_room(planned, demand, now)
+        region, over = self.operands.allocate(demand.inputs.nbytes), []
         while region is None:
             over = quotas.over_share_of_memory(tenant, demand.inflight_bytes)
             if not (make_room(over) or drop(over)):
@@ -285,16 +299,41 @@ class AdmissionControl:
         if region is None:
             used = f"{self.operands.used_bytes} of {self.operands.nbytes}"
             what = f"no room for {demand.inputs.nbytes} bytes of operands now: {used} bytes are in use"
-            raise _busy(operator, what, prediction)
+            if over:
+                self._claims.refused(tenant, demand.inputs.nbytes, now)
+            raise _busy(operator, what, prediction, retry_after_s=CLAIM_RETRY_S if over else None)
+        self._claims.admitted(tenant, now)
         return region
 
+    def _leave_room(self, planned: PlannedCall, demand: Demand, now: float) -> None:
+        """Refuses a call over its tenant's share of operand memory that would take what others claim."""
+        tenant, wanted, most = planned.tenant, demand.inputs.nbytes, self.operands.nbytes
+        claimed, share, left_s = self._claims.of_others(tenant, now)
+        use = self.quotas.uses.get(tenant.name)
+        held = demand.inflight_bytes + (use.inflight_bytes if use is not None else 0)
+        if claimed and held > share * most and self.operands.used_bytes + wanted + claimed > most:
+            operator = planned.plan.record.name
+            raise ServerBusy(
+                f"{operator}: no room for {wanted} bytes of operands now: tenant {tenant.name} would hold "
+                f"more than its share, and {claimed} are for others, who found none beside its uploads",
+                retry_after_s=left_s,
+                operator=operator,
+            )
 
-def _busy(operator: str, what: str, prediction: Prediction, reason: str = "QUEUE_FULL") -> ServerBusy:
-    """Returns an error with a retry delay until the tenant's turn would come."""
+
+def _busy(
+    operator: str,
+    what: str,
+    prediction: Prediction,
+    reason: str = "QUEUE_FULL",
+    *,
+    retry_after_s: float | None = None,
+) -> ServerBusy:
+    """Returns an error with a retry delay, by default until the tenant's turn would come."""
     return ServerBusy(
         f"{operator}: {what}",
         reason=reason,
-        retry_after_s=prediction.retry_after_s,
+        retry_after_s=retry_after_s or prediction.retry_after_s,
         operator=operator,
     )
 

@@ -18,6 +18,9 @@ MAX_IDLE = 256
 """Tenants without calls whose counters are kept, so that one call at a time does not recreate them."""
 
 
+CLAIM_RETRY_S = 5.0
+"""Seconds after which a call that found uploads in its way is to come again."""
+_CLAIMED_S = CLAIM_RETRY_S + 1.0
 COMPARED_PART = 0.5
 """Fraction of the arenas that calls may keep until their results have been compared with the reference."""
 
@@ -122,6 +125,53 @@ class Quotas:
         by_weight = [(getattr(use, held) / use.tenant.weight, name) for name, use in self.uses.items()]
         found = sorted((pair for pair in by_weight if pair[0] > least), reverse=True)
         return [self.uses[name].tenant for _, name in found if name != tenant.name]
+
+
+@dataclass(eq=False)
+class _Claim:
+    """Room that a tenant's calls found none of, since when and until when, on the monotonic clock.
+
+    It ends some seconds after the last refusal; once a call was admitted, after as long as they found none.
+    """
+
+    weight: float
+    nbytes: int
+    since_s: float
+    until_s: float
+    is_served: bool = False
+
+
+class Claims:
+    """Operand memory that tenants over their share leave free: others found none beside their uploads.
+
+    An upload that is over in some seconds is left to finish. But one after the other would keep others out
+    for ever: so their tenant and those that it kept out take turns of the same length.
+    """
+
+    def __init__(self) -> None:
+        """Starts without any."""
+        self._claims: dict[str, _Claim] = {}
+
+    def refused(self, tenant: Tenant, nbytes: int, now: float) -> None:
+        """A call found no room, but uploads of a tenant that is further over its share."""
+        claim = self._claims.get(tenant.name)
+        if claim is None or claim.is_served or now >= claim.until_s:
+            claim = self._claims[tenant.name] = _Claim(tenant.weight, nbytes, now, now)
+        claim.nbytes, claim.until_s = max(claim.nbytes, nbytes), now + _CLAIMED_S
+
+    def admitted(self, tenant: Tenant, now: float) -> None:
+        """A call found room."""
+        claim = self._claims.get(tenant.name)
+        if claim is not None and not claim.is_served:
+            claim.is_served, claim.until_s = True, 2 * now - claim.since_s
+
+    def of_others(self, tenant: Tenant, now: float) -> tuple[int, float, float]:
+        """What others claim: bytes, the tenant's share beside them, and seconds until they do not."""
+        self._claims = {name: claim for name, claim in self._claims.items() if now < claim.until_s}
+        others = [claim for name, claim in self._claims.items() if name != tenant.name]
+        share = tenant.weight / (tenant.weight + sum(claim.weight for claim in others))
+        left_s = max((claim.until_s - now for claim in others), default=0.0)
+        return sum(claim.nbytes for claim in others), share, left_s
 
 
 @dataclass(eq=False)

@@ -16,7 +16,8 @@ from tests.server.pool.scheduling import SETTINGS, open_scheduler
 from npugrad.errors import CallTooLarge, ServerBusy
 from npugrad_server.pool import DevicePool
 from npugrad_server.pool.admission import AdmissionControl, demand_of
-from npugrad_server.pool.quotas import MAX_IDLE, Quotas
+from npugrad_server.pool.quotas import CLAIM_RETRY_S, MAX_IDLE, Quotas
+from npugrad_server.pool.regions import RegionAllocator
 from npugrad_server.pool.tenant import Tenant
 
 HOG, SMALL, HEAVY = Tenant("hog"), Tenant("small"), Tenant("heavy", 4.0)
@@ -90,6 +91,37 @@ def test_whoever_holds_the_most_for_its_weight_is_the_most_over_its_share() -> N
     assert quotas.over_share_of_places(Tenant("new", 0.4)) == [HOG]
     assert quotas.over_share_of_memory(Tenant("new"), 64) == [HEAVY, HOG]
     assert quotas.over_share_of_memory(Tenant("new"), 600) == [HEAVY]
+
+
+def test_tenants_take_turns_where_uploads_of_one_leave_no_room_for_the_other() -> None:
+    planned = make_job().planned
+    demand = demand_of(planned)
+    settings = replace(SETTINGS, output_arena_bytes=1 << 20)
+    nbytes, admission = demand.inputs.nbytes, AdmissionControl(settings, 1 << 20)
+    admission.operands = RegionAllocator(2 * nbytes)
+    forecast = open_scheduler().forecast
+
+    def ask(tenant: Tenant, now: float) -> tuple[str, float | None]:
+        """What a call is told that is over at once if it is admitted."""
+        try:
+            _, region, _ = admission.reserve(replace(planned, tenant=tenant), 0, forecast, now)
+        except ServerBusy as error:
+            return str(error).partition("operands now: ")[2].split()[0], error.retry_after_s
+        admission.operands.free(region)
+        return "", None
+
+    uploads = [admission.operands.allocate(nbytes) for _ in range(2)]
+    use = admission.quotas.enter(HOG, 4 * nbytes)
+    assert ask(SMALL, 1.0) == ask(SMALL, 4.0) == (f"{2 * nbytes}", CLAIM_RETRY_S)
+    for region in uploads[1:]:
+        assert region is not None
+        admission.operands.free(region)
+    assert ask(HOG, 5.0) == ("tenant", 5.0)  # seconds for the other one to come again
+    assert ask(SMALL, 8.0) == ("", None)
+    assert ask(HOG, 14.5) == ("tenant", 0.5)  # the other one found none for 7 s, and has as long
+    assert ask(HEAVY, 14.5) == ("", None)  # within its share
+    assert ask(HOG, 15.0) == ("", None)
+    admission.quotas.leave(use, 4 * nbytes, waits=True)
 
 
 # -------------------------------------------------------------------------------------- in a pool of devices
