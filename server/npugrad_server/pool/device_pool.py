@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from npugrad.errors import ServerBusy, ServerDraining
 from npugrad_server.devices import parse_device
 from npugrad_server.machine import memory_bytes
-from npugrad_server.pool.admission import AdmissionControl
+from npugrad_server.pool.admission import AdmissionControl, demand_of
 from npugrad_server.pool.arena import InputArena
 from npugrad_server.pool.commands import FailCall
 from npugrad_server.pool.completion import error_without_answer, error_without_device
@@ -166,7 +166,7 @@ class DevicePool:
             self._scheduler.forecast,
             time.monotonic(),
             eligible.most_bytes,
-            self._make_room,
+            lambda over: self._make_room(over) or self._claim(planned, over),
             drop=self._drop,
         )
 
@@ -198,6 +198,15 @@ class DevicePool:
             if any(self._end_upload(ticket, judged_after_s) for ticket in reversed(own)):
                 use.gave_way_s = now
                 return True
+        return False
+
+    def _claim(self, planned: PlannedCall, over: Sequence[Tenant]) -> bool:
+        """Has uploads that may finish leave room for a call afterwards; False, as there is none now."""
+        uses = [self._admission.quotas.uses[tenant.name] for tenant in over]
+        uploads = [t for t in self._driver.tickets.values() if not t.started and t.give_way is not None]
+        if any(ticket.use in uses for ticket in uploads):
+            nbytes = demand_of(planned).inputs.nbytes
+            self._admission.claims.refused(planned.tenant, nbytes, time.monotonic())
         return False
 
     def _end_upload(self, ticket: Ticket, judged_after_s: float) -> bool:

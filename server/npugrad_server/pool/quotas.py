@@ -159,6 +159,11 @@ class Claims:
             claim = self._claims[tenant.name] = _Claim(tenant.weight, nbytes, now, now)
         claim.nbytes, claim.until_s = max(claim.nbytes, nbytes), now + _CLAIMED_S
 
+    def retry_after_s(self, tenant: Tenant, now: float) -> float | None:
+        """When a refused call is to come again; None if no upload was in its way."""
+        claim = self._claims.get(tenant.name)
+        return CLAIM_RETRY_S if claim is not None and not claim.is_served and now < claim.until_s else None
+
     def admitted(self, tenant: Tenant, now: float) -> None:
         """A call found room."""
         claim = self._claims.get(tenant.name)

@@ -103,8 +103,14 @@ def test_tenants_take_turns_where_uploads_of_one_leave_no_room_for_the_other() -
 
     def ask(tenant: Tenant, now: float) -> tuple[str, float | None]:
         """What a call is told that is over at once if it is admitted."""
+
+        def claim(_: Any) -> bool:
+            admission.claims.refused(tenant, nbytes, now)
+            return False
+
+        mine = replace(planned, tenant=tenant)
         try:
-            _, region, _ = admission.reserve(replace(planned, tenant=tenant), 0, forecast, now)
+            _, region, _ = admission.reserve(mine, 0, forecast, now, make_room=claim)
         except ServerBusy as error:
             return str(error).partition("operands now: ")[2].split()[0], error.retry_after_s
         admission.operands.free(region)
