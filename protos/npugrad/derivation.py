@@ -42,19 +42,15 @@ class Calls:
     """Calls that follow from the axes and types of a page's inputs and the values of its attributes.
 
     Attributes:
-        page: The page.
-        chosen: Sizes of the smallest call; by default the axes count up from 2, and ``*name`` is two axes.
-        finished: Adds to a call what no axis tells.
+        page: The page; if it says nothing else, sizes count up from 2, and ``*name`` is two axes.
     """
 
     page: Page
-    chosen: Mapping[str, Any]
-    finished: Callable[[CallMeta], CallMeta]
 
     @cached_property
     def sizes(self) -> Sizes:
         """Sizes of the smallest call by name; a tuple where the name is of any number of axes."""
-        return self._sizes(itertools.count(2)) | dict(self.chosen)
+        return {**self._sizes(itertools.count(2)), **self.page.smallest}
 
     @cached_property
     def values(self) -> dict[str, tuple[Any, ...]]:
@@ -71,10 +67,11 @@ class Calls:
         axes = dict.fromkeys(chain.from_iterable(self.page.axes[p.name] for p in self.page.inputs))
         sizes: Sizes = {}
         for axis in (each for each in axes if not each.isdigit()):
-            allowed, number = self.page.limits.get(axis, ANY), next(numbers)
+            name, number = self.page.size(axis), next(numbers)
+            allowed = self.page.limits.get(name, ANY)
             one = allowed[min(bisect_left(allowed, number), len(allowed) - 1)]
-            count = len(self.chosen.get(axis.lstrip("*"), (1, 1))) if axis[0] == "*" else 0
-            sizes[axis.lstrip("*")] = (number, *itertools.islice(numbers, count - 1)) if count else one
+            few = len(self.page.smallest.get(name, (1, 1))) if axis[0] == "*" else 0
+            sizes[name] = (number, *itertools.islice(numbers, few - 1)) if few else one
         return sizes
 
     def build(
@@ -100,8 +97,8 @@ class Calls:
             shape = self.page.shape_of(param.name, chosen)
             meta = TensorMeta(dtype if own[0] in floats else own[0], shape)
             inputs[param.name] = meta if chosen.get(f"with_{param.name}", True) else None
-        attrs = {name: chosen[name] for name in self.page.values}
-        return self.finished(CallMeta(inputs=inputs, attrs=attrs, product=product))
+        attrs = {name: chosen[name] for name in self.page.params if name in self.page.values}
+        return self.page.finished(CallMeta(inputs=inputs, attrs=attrs, product=product))
 
     # ---------------------------------------------------------------------------- samples
 
@@ -161,7 +158,7 @@ class Calls:
         return Workloads(
             named=named(*measured, *modelled),
             variants={name: values for name, values in self.values.items() if len(values) > 1},
-            uneven={**self.chosen, **self._sizes(itertools.cycle(_UNEVEN))},
+            uneven={**self.page.smallest, **self._sizes(itertools.cycle(_UNEVEN))},
         )
 
     def _elements(self, sizes: Sizes) -> int:

@@ -7,7 +7,7 @@ the row of the page's error table and the number of the vendor's check.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain, compress
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -81,10 +81,13 @@ class Page(Citing):
         params: Parameters by name, in the order of the C signature.
         axes: Sizes on the axes of tensors, in the words of the page.
         leaders: Which axis of which input defines a size.
+        short: What sizes are called in `build`, if not by the page's words.
+        smallest: Sizes of the smallest call, by those names, wherever they are not derived.
         limits: Sizes that may not be any number.
         values: Legal values of attributes, those of the smallest call first.
         bounds: For operands of integers, from a call, one more than the largest; the smallest is 0.
         unexamined: Calls that the vendor's source accepts before its checks, though they are checked here.
+        finished: Adds to a derived call what no axis tells.
     """
 
     document: str
@@ -97,10 +100,13 @@ class Page(Citing):
     params: dict[str, Param] = field(default_factory=dict)
     axes: dict[str, tuple[str, ...]] = field(default_factory=dict)
     leaders: dict[str, tuple[str, int]] = field(default_factory=dict)
+    short: Mapping[str, str] = field(default_factory=dict)
+    smallest: Mapping[str, Any] = field(default_factory=dict)
     limits: dict[str, Sequence[int]] = field(default_factory=dict)
     values: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     bounds: dict[str, Callable[[CallMeta], int]] = field(default_factory=dict)
     unexamined: Callable[[CallMeta], bool] = lambda call: False
+    finished: Callable[[CallMeta], CallMeta] = lambda call: call
     _constraints: dict[str, Constraint] = field(default_factory=dict)
     _applying: dict[Product, dict[str, Constraint]] = field(default_factory=dict)
     _not_expressible: list[NotExpressible] = field(default_factory=list)
@@ -179,7 +185,7 @@ class Page(Citing):
 
     def shape_of(self, name: str, sizes: Mapping[str, Any]) -> tuple[int, ...]:
         """The shape of a tensor for given sizes, several for ``*name``."""
-        each = (int(axis) if axis.isdigit() else sizes[axis.lstrip("*")] for axis in self.axes[name])
+        each = (int(axis) if axis.isdigit() else sizes[self.size(axis)] for axis in self.axes[name])
         return tuple(chain.from_iterable(size if isinstance(size, tuple) else (size,) for size in each))
 
     def is_output(self, name: str) -> bool:
@@ -374,6 +380,15 @@ class Page(Citing):
         sources = (*self.places(0, None, entry, check), *described)
         self._not_expressible += [NotExpressible(source, reason) for source in sources]
 
+    @cached_property
+    def calls(self) -> Calls:
+        """What is derived of its parameters, once all are there."""
+        return Calls(self)
+
+    def size(self, axis: str) -> str:
+        """What the size of an axis is called in `build`."""
+        return self.short.get(axis, axis.lstrip("*"))
+
     def record(
         self,
         name: str,
@@ -385,12 +400,12 @@ class Page(Citing):
     ) -> OpRecord:
         """The record: this page, what `Calls` derives from it, and further attributes of `OpRecord`.
 
-        The sizes are those of the smallest call, which `finished` gives what no axis tells; of the models'
-        workloads the demo shows the first.
+        The sizes are `smallest`, and `finished` gives a call what no axis tells; of the models' workloads the
+        demo shows the first.
         """
-        calls = Calls(self, sizes or {}, finished)
-        extra = {"workloads": None, **calls.derived(), **extra}
-        extra["workloads"] = extra["workloads"] or calls.workloads(models)
+        self.smallest, self.finished = sizes or self.smallest, finished
+        extra = {"workloads": None, **self.calls.derived(), **extra}
+        extra["workloads"] = extra["workloads"] or self.calls.workloads(models)
         if "data_check" in extra and "references_by_rule" not in extra:
             extra["reference"] = checked(extra["reference"], extra["data_check"])
         made = chain.from_iterable(self.sources("parameters", each) for each in _MADE_BY_SERVICE)

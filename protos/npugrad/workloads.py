@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     import numpy.typing as npt
 
@@ -170,6 +170,12 @@ class Workloads:
 def model(name: str, kind: str, **sizes: Any) -> Workload:
     """A workload of a kind of model; its sizes on a simulated device are derived."""
     return Workload(name=name, model=kind, sizes=sizes)
+
+
+def measured(make: Callable[..., Sizes], *sizes: Sequence[Any]) -> Iterator[Workload]:
+    """``"tiny"`` and the workloads of measurements, from arguments of a function that makes their sizes."""
+    for name, each in zip(("tiny", *BENCH_SIZES), sizes, strict=True):
+        yield Workload(name=name, sizes=make(*each))
 
 
 def named(*workloads: Workload) -> dict[str, Workload]:

@@ -15,7 +15,7 @@ from npugrad.page import Page
 from npugrad.ties import half_pixels
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     import numpy.typing as npt
 
@@ -26,9 +26,12 @@ if TYPE_CHECKING:
 
     DTypes = Mapping[Product, tuple[DType, ...]]
 
+# fmt: off
 INTERPOLATION_MODES = {"bilinear": 0, "nearest": 1}
 PADDING_MODES = {"zeros": 0, "border": 1, "reflection": 2}
 BICUBIC = 2
+VARIANTS: Mapping[str, Sequence[Any]] = {"interpolation_mode": (0, 1), "padding_mode": (0, 1, 2),
+    "align_corners": (False, True), "output_mask": ((True, True), (True, False), (False, True))}
 MASK_PICK = (
     "The document describes two entries and gives no code for another number; the vendor's source returns "
     "161002, older source read past the end. npugrad: 161002."
@@ -64,38 +67,26 @@ def page(
         order: Order of the axes of the images and their gradients, where formats change it.
         arranged: As in `Page`.
     """
-    p = Page(
-        document,
-        "ops-cv",
-        products,
-        accepts_unchecked=accepts_unchecked,
-        arranged=arranged,
-        keeps_format=order is not None,
-    )
+    p = Page(document, "ops-cv", products, accepts_unchecked=accepts_unchecked, arranged=arranged,
+        keeps_format=order is not None)
     out = " ".join(f"out_{side}" for side in sides.split())
+    p.short = {"batch": "n", "channels": "c", **{each: each[0] for each in sides.split()}}
+    p.short |= {f"out_{each}": f"o{each[0]}" for each in sides.split()}
     points = Draw("uniform", (-1.1, 1.1))
     p.input("grad_output", dtypes, docs["grad_output"], axes=f"batch channels {out}", order=order)
     p.input("input", dtypes, docs["input"], axes=f"batch channels {sides}", order=order)
     p.input("grid", dtypes, docs["grid"], axes=f"batch {out} {len(sides.split())}", draw=points)
+    smallest = {"n": 2, "c": 3, "d": 3, "h": 4, "w": 5, "od": 2, "oh": 3, "ow": 2}
+    p.smallest = {name: smallest[name] for name in p.short.values()}
     p.sizes(f"batch channels {sides}", of="input")
     p.sizes(out, of="grad_output")
     p.attr("interpolation_mode", "int64", "0 bilinear, 1 nearest.", choices=INTERPOLATION_MODES)
-    p.attr(
-        "padding_mode",
-        "int64",
-        "Values outside the image: 0 zeros, 1 border, 2 reflection.",
-        choices=PADDING_MODES,
-    )
-    p.attr(
-        "align_corners",
-        "bool",
-        "Whether -1 and 1 are the centres of the corner pixels (True) or their outer edges (False).",
-    )
-    p.attr(
-        "output_mask",
-        "bool_array",
-        "Two bools: compute input_grad, grid_grad. None: nothing is checked and nothing computed.",
-    )
+    p.attr("padding_mode", "int64", "Values outside the image: 0 zeros, 1 border, 2 reflection.",
+        choices=PADDING_MODES)
+    p.attr("align_corners", "bool",
+        "Whether -1 and 1 are the centres of the corner pixels (True) or their outer edges (False).")
+    p.attr("output_mask", "bool_array",
+        "Two bools: compute input_grad, grid_grad. None: nothing is checked and nothing computed.")
     # A null output is refused regardless of the mask.
     kept: dict[str, Any] = {"when_masked": "allocate"}
     p.output("input_grad", "input", docs["input_grad"], zero_init=True, order=order, **kept)
@@ -107,19 +98,16 @@ def not_expressible(p: Page, empty: int) -> None:
     """What no call can break; `empty` is the number of the check of empty operands."""
     p.not_expressible("workspaceSize and executor are created by the service, never null", check=1)
     p.not_expressible("a null outputMask is no error: status 0, nothing checked, nothing returned", check=2)
-    p.not_expressible(
-        "empty operands and all-false masks are no error; wanted outputs are zeros", check=empty
-    )
+    p.not_expressible("empty operands and all-false masks are no error; wanted outputs are zeros",
+        check=empty)
     p.not_expressible("both values of a bool are legal", name="align_corners")
 
 
 def reads(call: CallMeta) -> Mapping[str, tuple[str, ...]]:
     """Returns the operands that each output reads; with nearest interpolation grid_grad is always 0."""
     is_nearest = call.attrs["interpolation_mode"] == INTERPOLATION_MODES["nearest"]
-    return {
-        "input_grad": ("grad_output", "grid"),
-        "grid_grad": () if is_nearest else ("grad_output", "input", "grid"),
-    }
+    return {"input_grad": ("grad_output", "grid"),
+        "grid_grad": () if is_nearest else ("grad_output", "input", "grid")}
 
 
 def determinism_check(call: CallMeta, release: CannRelease | None) -> str | None:
@@ -138,50 +126,19 @@ def determinism_check(call: CallMeta, release: CannRelease | None) -> str | None
     )
 
 
-def samples(build: Callable[..., CallMeta], dtypes: DTypes, sides: str, product: Product) -> Iterator[Sample]:
-    """Yields samples of types, modes, masks, sizes, declared outputs and strides.
-
-    Args:
-        build: The record's `build`.
-        dtypes: Types by product.
-        sides: Keywords of `build` for the spatial axes, one letter each; those of the points add a leading o.
-        product: Product of the calls.
-    """
-    for dtype in dtypes[product]:
-        yield Sample(f"{dtype}", build(dtype=dtype, product=product))
-    yield from _mode_samples(build, product)
-    for mask in ((True, False), (False, True), (False, False)):
-        yield Sample("mask" + "".join("01"[bit] for bit in mask), build(product=product, output_mask=mask))
-    yield Sample("mask_null", build(product=product, output_mask=None))
-    out = [f"o{side}" for side in sides]
-    one: dict[str, Any] = dict.fromkeys(("n", "c", *sides, *out), 1)
-    yield Sample("one_pixel", build(product=product, **one))
-    many = MAX_DETERMINISTIC_CHANNELS + 1
-    yield Sample("many_channels", build(product=product, **{**one, "c": many, "w": 2}))
-    for size in ("n", "c", *out):
-        yield Sample(f"empty_{size}", build(product=product, **{size: 0}))
-    call = build(product=product)
+def samples(p: Page, product: Product) -> Iterator[Sample]:
+    """Yields what is derived, a null mask, many channels, declared outputs and other strides."""
+    yield from p.calls.samples(product)
+    call, many = p.calls.build(product=product), MAX_DETERMINISTIC_CHANNELS + 1
+    yield Sample("mask_null", call.with_attrs(output_mask=None))
+    one: dict[str, Any] = {**dict.fromkeys(p.calls.sizes, 1), "c": many, "w": 2}
+    yield Sample("many_channels", p.calls.build(product=product, **one))
     image, grid, grad = call.tensor("input"), call.tensor("grid"), call.tensor("grad_output")
     yield Sample("declared", call.with_outputs(input_grad=image, grid_grad=grid))
     expanded = TensorMeta(DType.FLOAT32, grad.shape, strides=(0,) * grad.rank)
-    n_step, *steps = TensorMeta(
-        DType.FLOAT32, (*image.shape[:1], *image.shape[2:], image.shape[1])
-    ).element_strides
-    channels_last = TensorMeta(DType.FLOAT32, image.shape, strides=(n_step, steps[-1], *steps[:-1]))
-    yield Sample("strided", call.with_inputs(grad_output=expanded, input=channels_last))
-
-
-def _mode_samples(build: Callable[..., CallMeta], product: Product) -> Iterator[Sample]:
-    for interpolation, interpolation_mode in INTERPOLATION_MODES.items():
-        for padding, padding_mode in PADDING_MODES.items():
-            for align_corners in (False, True):
-                call = build(
-                    product=product,
-                    interpolation_mode=interpolation_mode,
-                    padding_mode=padding_mode,
-                    align_corners=align_corners,
-                )
-                yield Sample(f"{interpolation}-{padding}" + ("-aligned" if align_corners else ""), call)
+    last = TensorMeta(DType.FLOAT32, (image.shape[0], *image.shape[2:], image.shape[1]))
+    channels_last = last.permuted((0, image.rank - 1, *range(1, image.rank - 1)))
+    yield Sample("channels_last", call.with_inputs(grad_output=expanded, input=channels_last))
 
 
 def make_inputs(call: CallMeta, rng: np.random.Generator) -> dict[str, npt.NDArray[Any] | None]:
@@ -214,6 +171,12 @@ def ties(call: CallMeta, operands: Arrays) -> None:
     for axis, size in enumerate(reversed(image.shape[2:])):
         divisor = max(size - 1, 1) if call.attrs["align_corners"] else size
         grid[..., axis] = 2 * half_pixels(grid[..., axis], size) / divisor - 1
+
+
+def example_attrs() -> dict[str, Any]:
+    """Attributes of the pages' examples."""
+    modes = {"interpolation_mode": 0, "padding_mode": 0, "align_corners": False}
+    return {**modes, "output_mask": (True, True)}
 
 
 def binding(name: str) -> TorchBinding:

@@ -7,27 +7,21 @@ from typing import TYPE_CHECKING, Any
 import ml_dtypes
 import numpy as np
 
-from npugrad.dtypes import DType
 from npugrad.generators import Draw
 from npugrad.operator import Sample
-from npugrad.products import Product
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator
 
     import numpy.typing as npt
 
     from npugrad.meta import CallMeta
+    from npugrad.products import Product
 
     Array = npt.NDArray[Any]
     Sizes = tuple[int, int, int, int]
     """Samples, groups of channels, channels of a group, elements of a channel of a sample."""
 
-FLOATS: Mapping[Product, tuple[DType, ...]] = {
-    Product.ATLAS_TRAINING: (DType.FLOAT32, DType.FLOAT16),
-    Product.ATLAS_A2: (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16),
-    Product.ATLAS_A3: (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16),
-}
 MEAN, RSTD, SCALE = Draw("normal", (0.0, 0.1)), Draw("uniform", (0.5, 2.0)), Draw("normal", (1.0, 0.25))
 _NORMALISED = ("grad_out", "input", "mean", "rstd")
 _MASKS = ((True, False, False), (False, True, False), (False, False, True), (False, False, False))

@@ -13,7 +13,6 @@ from npugrad import rules
 from npugrad.changes import numbered, retyped
 from npugrad.coordinates import GRID_2D_RULES
 from npugrad.dtypes import DType
-from npugrad.meta import CallMeta, TensorMeta
 from npugrad.operator import Finding
 from npugrad.ops import _grid_sampler
 from npugrad.ops._grid_sampler import BICUBIC
@@ -23,69 +22,28 @@ from npugrad.products import Product
 from npugrad.references.grid_sampler_2d_backward import reference
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from npugrad.meta import CallMeta
 
+# fmt: off
 DOCUMENT = "aclnnGridSampler2DBackward"
-DTYPES: Mapping[Product, tuple[DType, ...]] = {
-    Product.ATLAS_TRAINING: (DType.FLOAT32, DType.FLOAT16),
-    Product.ATLAS_A2: (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16),
-    Product.ATLAS_A3: (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16),
-}
-_DOCS = {
-    "grad_output": "(N, C, OH, OW), dtype of input. Gradient of the sampled output.",
+_DOCS = {"grad_output": "(N, C, OH, OW), dtype of input. Gradient of the sampled output.",
     "input": "(N, C, H, W) with H and W above 0, float32, float16 or (not on the Atlas training series) "
     "bfloat16. The sampled images.",
     "grid": "(N, OH, OW, 2), dtype of input. Sampling points (x, y), inside the image from -1 to 1.",
-    "input_grad": "(N, C, H, W), dtype of input. Gradient of input.",
-    "grid_grad": "(N, OH, OW, 2), dtype of input. Gradient of grid. With padding zeros it is 0 at a "
-    "point outside the image, even if grad_output is NaN or infinite there; PyTorch on a CPU gives NaN.",
-}
+    "input_grad": "(N, C, H, W), dtype of input. Gradient of input.", "grid_grad": "(N, OH, OW, 2), dtype "
+    "of input. Gradient of grid. With padding zeros it is 0 at a point outside the image, even if "
+    "grad_output is NaN or infinite there; PyTorch on a CPU gives NaN."}
 
 
-def build(
-    *,
-    dtype: DType | str = DType.FLOAT32,
-    product: Product = Product.ATLAS_A2,
-    n: int = 2,
-    c: int = 3,
-    h: int = 4,
-    w: int = 5,
-    oh: int = 3,
-    ow: int = 2,
-    interpolation_mode: int = 0,
-    padding_mode: int = 0,
-    align_corners: bool = False,
-    output_mask: tuple[bool, ...] | None = (True, True),
-) -> CallMeta:
-    """A legal call: n images of c channels and h x w pixels, each sampled at oh x ow points."""
-    return CallMeta(
-        inputs={
-            "grad_output": TensorMeta(dtype, (n, c, oh, ow)),
-            "input": TensorMeta(dtype, (n, c, h, w)),
-            "grid": TensorMeta(dtype, (n, oh, ow, 2)),
-        },
-        attrs={
-            "interpolation_mode": interpolation_mode,
-            "padding_mode": padding_mode,
-            "align_corners": align_corners,
-            "output_mask": output_mask,
-        },
-        product=product,
-    )
-
-
-_PRODUCTS = {
-    Product.ATLAS_TRAINING: DOCUMENT,
-    Product.ATLAS_A2: DOCUMENT,
-    Product.ATLAS_A3: "newer vendor documents and source",
-}
-p = _grid_sampler.page(DOCUMENT, _PRODUCTS, DTYPES, _DOCS, "height width")
+_PRODUCTS = {Product.ATLAS_TRAINING: DOCUMENT, Product.ATLAS_A2: DOCUMENT,
+    Product.ATLAS_A3: "newer vendor documents and source"}
+p = _grid_sampler.page(DOCUMENT, _PRODUCTS, rules.FLOATS, _DOCS, "height width")
 
 
 def _is_not_double(call: CallMeta) -> Finding | None:
     is_double = call.tensor("input").dtype is DType.FLOAT64
     return (
-        Finding("dtype float64", f"{rules.listed(DTYPES[call.product])} on {call.product.full_name}")
+        Finding("dtype float64", f"{rules.listed(rules.FLOATS[call.product])} on {call.product.full_name}")
         if is_double
         else None
     )
@@ -101,28 +59,14 @@ def _is_not_bicubic(call: CallMeta) -> Finding | None:
 p.rule(rules.not_null, "grad_output input grid input_grad grid_grad", row=1, check=3)
 p.rule(rules.same_dtype("input"), "grad_output grid input_grad grid_grad", row=1, check=4)
 p.rule(rules.dtype_in(tolerated=(DType.FLOAT64,)), "input", row=1, check=5)
-p.rule(
-    rules.special(
-        "not_double", "does not have data type DOUBLE", _is_not_double, p.edited("input", retyped())
-    ),
-    "input",
-    row=1,
-    check=5,
-    requires=("input.dtype",),
-    vendor="accepts",
-    pick="The document does not list DOUBLE; the vendor's source accepts it. npugrad: refused.",
-)
+p.rule(rules.special("not_double", "does not have data type DOUBLE", _is_not_double,
+        p.edited("input", retyped())), "input", row=1, check=5, requires=("input.dtype",), vendor="accepts",
+    pick="The document does not list DOUBLE; the vendor's source accepts it. npugrad: refused.")
 p.rule(rules.one_of_choices(tolerated=(BICUBIC,)), "interpolation_mode", row=3, check=6)
-p.rule(
-    rules.special("not_bicubic", "is not 2 (bicubic)", _is_not_bicubic, numbered("interpolation_mode", (2,))),
-    "interpolation_mode",
-    row=3,
-    check=6,
-    requires=("interpolation_mode.choice",),
-    vendor="accepts",
-    pick="The document lists 0 and 1, as the vendor's source did in its time; newer source accepts 2. "
-    "npugrad: refused.",
-)
+p.rule(rules.special("not_bicubic", "is not 2 (bicubic)", _is_not_bicubic,
+        numbered("interpolation_mode", (2,))), "interpolation_mode", row=3, check=6,
+    requires=("interpolation_mode.choice",), vendor="accepts", pick="The document lists 0 and 1, as the "
+    "vendor's source did in its time; newer source accepts 2. npugrad: refused.")
 p.rule(rules.one_of_choices(), "padding_mode", row=3, check=7)
 p.rule(rules.rank_in(4, 4), "input grid grad_output", row=2, check=8)
 p.rule(rules.same_size("batch"), "grid grad_output", row=4, check=9)
@@ -138,21 +82,11 @@ p.rule(rules.entries(2), "output_mask", check=13, pick=_grid_sampler.MASK_PICK)
 _grid_sampler.not_expressible(p, empty=14)
 
 
-GRID_SAMPLER_2D_BACKWARD = p.record(
-    "grid_sampler_2d_backward",
-    wire=2,
+GRID_SAMPLER_2D_BACKWARD = p.record("grid_sampler_2d_backward", wire=2,
     summary="Gradients of two-dimensional grid sampling with respect to the sampled images and the grid.",
-    reads=_grid_sampler.reads,
-    reference=reference,
+    reads=_grid_sampler.reads, reference=reference,
     references_by_rule={rule: partial(reference, rule=rule) for rule in GRID_2D_RULES},
-    build=build,
-    samples=partial(_grid_sampler.samples, build, DTYPES, "hw"),
-    workloads=WORKLOADS,
-    make_inputs=_grid_sampler.make_inputs,
-    extra_tolerance=lambda inputs, attrs, output: 0.0,
-    determinism_check=_grid_sampler.determinism_check,
-    min_cann="8.0",
-    binding=_grid_sampler.binding("grid_sampler_2d_backward"),
-    sampled=sampled,
-)
+    samples=partial(_grid_sampler.samples, p), workloads=WORKLOADS, make_inputs=_grid_sampler.make_inputs,
+    determinism_check=_grid_sampler.determinism_check, min_cann="8.0",
+    binding=_grid_sampler.binding("grid_sampler_2d_backward"), sampled=sampled)
 """The record; order of parameters is the order of aclnnGridSampler2DBackwardGetWorkspaceSize."""

@@ -28,32 +28,18 @@ if TYPE_CHECKING:
 
     from npugrad.operator import Arrays, VendorCode
 
+# fmt: off
 DOCUMENT = "aclnnGroupNormBackward"
 _A2_A3 = frozenset({Product.ATLAS_A2, Product.ATLAS_A3})
 _SAME = "rank 0 to 8, dtype of grad_out."
 _LIKE_GAMMA = "Shape of gamma, (c) without gamma, dtype of grad_out."
 
 
-def build(
-    *,
-    dtype: DType | str = DType.FLOAT32,
-    product: Product = Product.ATLAS_A2,
-    n: int = 2,
-    c: int = 6,
-    hxw: int = 4,
-    group: int = 3,
-    shape: tuple[int, ...] | None = None,
-    with_gamma: bool = True,
-    output_mask: tuple[bool, ...] = (True, True, True),
-) -> CallMeta:
+def build(*, shape: tuple[int, ...] | None = None, **sizes: Any) -> CallMeta:
     """A legal call: n samples, c channels in `group` groups of hxw elements; `shape`: (n, c, hxw)."""
-    data = TensorMeta(dtype, (n, c, hxw) if shape is None else shape)
-    statistics, gamma = TensorMeta(dtype, (n, group)), TensorMeta(dtype, (c,)) if with_gamma else None
-    return CallMeta(
-        inputs={"grad_out": data, "input": data, "mean": statistics, "rstd": statistics, "gamma": gamma},
-        attrs={"n": n, "c": c, "hxw": hxw, "group": group, "output_mask": output_mask},
-        product=product,
-    )
+    call = p.calls.build(**sizes)
+    data = TensorMeta(call.tensor("input").dtype, call.tensor("input").shape if shape is None else shape)
+    return call.with_inputs(grad_out=data, input=data)
 
 
 def _gamma_shape(call: CallMeta) -> tuple[int, ...]:
@@ -65,45 +51,28 @@ def _like_gamma(call: CallMeta) -> TensorMeta:
     return TensorMeta(call.tensor("grad_out").dtype, _gamma_shape(call))
 
 
-p = Page(
-    DOCUMENT,
-    "ops-nn",
-    {
-        Product.ATLAS_TRAINING: DOCUMENT,
-        Product.ATLAS_A2: DOCUMENT,
-        Product.ATLAS_A3: "newer vendor documents and source",
-    },
-)
-_F = normalisation.FLOATS
-p.input("grad_out", _F, "n*c*hxw elements in any shape of rank 0 to 8. Gradient of the normalised output.")
-p.input("input", _F, f"n*c*hxw elements in any shape of {_SAME} The forward input.")
-p.input("mean", _F, f"n*group elements, {_SAME} Mean of each group of each sample.", draw=normalisation.MEAN)
-p.input(
-    "rstd",
-    _F,
+p = Page(DOCUMENT, "ops-nn",
+    {Product.ATLAS_TRAINING: DOCUMENT, Product.ATLAS_A2: DOCUMENT,
+        Product.ATLAS_A3: "newer vendor documents and source"})
+p.smallest = {"n": 2, "c": 6, "hxw": 4, "group": 3}
+p.input("grad_out", rules.FLOATS,
+    "n*c*hxw elements in any shape of rank 0 to 8. Gradient of the normalised output.", axes="n c hxw")
+p.input("input", "grad_out", f"n*c*hxw elements in any shape of {_SAME} The forward input.")
+p.input("mean", rules.FLOATS, f"n*group elements, {_SAME} Mean of each group of each sample.",
+    axes="n group", draw=normalisation.MEAN)
+p.input("rstd", "mean",
     f"n*group elements, {_SAME} Reciprocal standard deviation of each group of each sample.",
-    draw=normalisation.RSTD,
-)
-p.input(
-    "gamma",
-    _F,
-    f"c elements, {_SAME} Scale of each channel, ones when null.",
-    optional=True,
-    draw=normalisation.SCALE,
-)
+    draw=normalisation.RSTD)
+p.input("gamma", rules.FLOATS, f"c elements, {_SAME} Scale of each channel, ones when null.", axes="c",
+    optional=True, draw=normalisation.SCALE)
 p.attr("n", "int64", "Number of samples.", c_name="N")
 p.attr("c", "int64", "Number of channels, a multiple of group.", c_name="C")
 p.attr("hxw", "int64", "Elements of one channel of one sample.", c_name="HxW")
 p.attr("group", "int64", "Number of groups, above 0.")
 p.attr("output_mask", "bool_array", "Three bools: compute grad_input, grad_gamma, grad_beta.")
 p.output("grad_input", "input", "Shape of input, dtype of grad_out. Gradient of input.")
-p.output(
-    "grad_gamma",
-    "gamma",
-    f"{_LIKE_GAMMA} Gradient of gamma. 0 if hxw is 0, where PyTorch gives NaN.",
-    c_name="gradGammaOut",
-    meta=_like_gamma,
-)
+p.output("grad_gamma", "gamma", f"{_LIKE_GAMMA} Gradient of gamma. 0 if hxw is 0, where PyTorch gives NaN.",
+    c_name="gradGammaOut", meta=_like_gamma)
 p.output("grad_beta", "gamma", f"{_LIKE_GAMMA} Gradient of beta.", c_name="gradBetaOut", meta=_like_gamma)
 
 
@@ -133,85 +102,42 @@ _NEGATIVE = (
 _SIZES = ("n.non_negative", "c.non_negative", "hxw.non_negative")
 
 p.rule(rules.not_null, "grad_out input mean rstd", row=1, check=2)
-p.rule(
-    rules.not_null,
-    "grad_input grad_gamma grad_beta",
-    row=[2, 3, 4],
-    check=5,
-    requires=("output_mask.length",),
-    vendor=PARAM_INVALID,
-    pick="The document gives 161001, the vendor's source returns 161002. npugrad: 161001.",
-)
-p.rule(
-    rules.not_null,
-    "output_mask",
-    check=3,
-    code=PARAM_INVALID,
-    pick="The document gives no code; the vendor's source returns 161002, not 161001. npugrad: 161002.",
-)
+p.rule(rules.not_null, "grad_input grad_gamma grad_beta", row=[2, 3, 4], check=5,
+    requires=("output_mask.length",), vendor=PARAM_INVALID,
+    pick="The document gives 161001, the vendor's source returns 161002. npugrad: 161001.")
+p.rule(rules.not_null, "output_mask", check=3, code=PARAM_INVALID,
+    pick="The document gives no code; the vendor's source returns 161002, not 161001. npugrad: 161002.")
 p.rule(rules.entries(3), "output_mask", check=4)
 p.rule(rules.dtype_in(), "grad_out", row=1, check=6)
 p.rule(rules.same_dtype("grad_out"), "input mean rstd gamma grad_input grad_gamma grad_beta", row=2, check=8)
 p.rule(rules.at_least(0, "non_negative"), "n", vendor=PARAM_INVALID, pick=_NEGATIVE)
-p.rule(
-    rules.at_least(0, "non_negative"), "c", breaks=_negative_c, vendor=_vendor_on_negative_c, pick=_NEGATIVE
-)
+p.rule(rules.at_least(0, "non_negative"), "c", breaks=_negative_c, vendor=_vendor_on_negative_c,
+    pick=_NEGATIVE)
 p.rule(rules.at_least(0, "non_negative"), "hxw", vendor=_vendor_on_negative_hxw, pick=_NEGATIVE)
 p.rule(rules.at_least(1, "positive"), "group", row=6, check=9)
-p.rule(
-    rules.divisible_by("group"),
-    "c",
-    row=7,
-    check=10,
-    requires=("group.positive",),
-    breaks=p.built(build, c=7, group=3),
-)
-p.rule(
-    rules.at_most(8000, "per_group", per="group"),
-    "c",
-    entry=1,
-    check=11,
-    requires=("group.positive",),
-    products=_A2_A3,
-    breaks=p.built(build, n=1, c=8001, hxw=1, group=1),
-)
-p.rule(
-    rules.at_most(240_000, "limit"),
-    "c",
-    check=12,
-    products=_A2_A3,
+p.rule(rules.divisible_by("group"), "c", row=7, check=10, requires=("group.positive",),
+    breaks=p.built(build, c=7, group=3))
+p.rule(rules.at_most(8000, "per_group", per="group"), "c", entry=1, check=11, requires=("group.positive",),
+    products=_A2_A3, breaks=p.built(build, n=1, c=8001, hxw=1, group=1))
+p.rule(rules.at_most(240_000, "limit"), "c", check=12, products=_A2_A3,
     breaks=p.built(build, n=1, c=240_060, hxw=1, group=60),
-    pick="Known from the vendor's source and newer documents only. npugrad: enforced.",
-)
+    pick="Known from the vendor's source and newer documents only. npugrad: enforced.")
 p.rule(rules.rank_in(0, 8), "grad_out", check=13)
-p.rule(
-    rules.rank_in(0, 8),
-    "input mean rstd gamma",
-    vendor="accepts",
-    pick="The document says rank 0 to 8; the vendor's source checks gradOut only. npugrad: refused.",
-)
+p.rule(rules.rank_in(0, 8), "input mean rstd gamma", vendor="accepts",
+    pick="The document says rank 0 to 8; the vendor's source checks gradOut only. npugrad: refused.")
 p.rule(rules.count("n*c*hxw"), "grad_out input", row=[None, 8], check=[14, 15], requires=_SIZES)
-p.rule(
-    rules.count("n*group"),
-    "mean rstd",
-    row=[9, 10],
-    check=[16, 17],
-    requires=("n.non_negative", "group.positive"),
-)
+p.rule(rules.count("n*group"), "mean rstd", row=[9, 10], check=[16, 17],
+    requires=("n.non_negative", "group.positive"))
 p.rule(rules.count("c"), "gamma", row=11, check=18, requires=("c.non_negative",))
 p.rule(rules.same_shape("input"), "grad_input", row=3, check=19)
-p.rule(
-    rules.shape_is(_gamma_shape, "the shape of gamma or (c)", "gamma"),
-    "grad_gamma grad_beta",
-    row=[4, 5],
-    check=[20, 21],
-)
+p.rule(rules.shape_is(_gamma_shape, "the shape of gamma or (c)", "gamma"), "grad_gamma grad_beta", row=[4, 5],
+    check=[20, 21])
 p.not_expressible("workspaceSize and executor are created by the service, never null", check=1)
 p.not_expressible("a rule of a newer product, which the service does not serve", check=7)
 
 
 def _samples(product: Product) -> Iterator[Sample]:
-    for dtype in normalisation.FLOATS[product]:
+    for dtype in rules.FLOATS[product]:
         yield Sample(f"{dtype}", build(dtype=dtype, product=product))
         yield Sample(f"{dtype}-no_gamma", build(dtype=dtype, product=product, with_gamma=False))
     yield from normalisation.masked_samples(build, product)

@@ -31,8 +31,9 @@ if TYPE_CHECKING:
     from npugrad.changes import Candidates
     from npugrad.operator import Arrays, VendorCode
 
+# fmt: off
 DOCUMENT = "aclnnLayerNormBackward"
-_F = normalisation.FLOATS
+_F = rules.FLOATS
 _FLOATS = _F[Product.ATLAS_A2]
 _ROWS = "A1*...*Ai elements, rank 1 to 8, a dtype no narrower than that of input."
 _SCALE = "(R1, ..., Rj), dtype of input or float32."
@@ -40,29 +41,15 @@ _LIKE_WEIGHT = "(R1, ..., Rj), dtype of weight, of input without it."
 
 
 def build(
-    *,
-    dtype: DType | str = DType.FLOAT32,
-    product: Product = Product.ATLAS_A2,
-    leading: tuple[int, ...] = (2, 3),
-    normalized: tuple[int, ...] = (4,),
-    with_weight: bool = True,
-    with_bias: bool = True,
-    is_mixed: bool = False,
-    output_mask: tuple[bool, ...] = (True, True, True),
+    *, dtype: DType | str = DType.FLOAT32, normalized: tuple[int, ...] = (4,), is_mixed: bool = False,
+    **sizes: Any,
 ) -> CallMeta:
     """A legal call on input with the axes `leading` and `normalized`; mixed: all but the data is float32."""
-    data, other = TensorMeta(dtype, (*leading, *normalized)), DType.FLOAT32 if is_mixed else dtype
-    statistics, scale = TensorMeta(other, (*leading, *(1,) * len(normalized))), TensorMeta(other, normalized)
-    return CallMeta(
-        inputs={
-            **dict.fromkeys(("grad_out", "input"), data),
-            **dict.fromkeys(("mean", "rstd"), statistics),
-            "weight": scale if with_weight else None,
-            "bias": scale if with_bias else None,
-        },
-        attrs={"normalized_shape": normalized, "output_mask": output_mask},
-        product=product,
-    )
+    call = p.calls.build(dtype=DType.FLOAT32 if is_mixed else dtype, normalized_shape=normalized, **sizes)
+    data, mean = call.tensor("input"), call.tensor("mean")
+    statistics = TensorMeta(mean.dtype, (*mean.shape, *(1,) * len(normalized)))
+    made = call.with_inputs(mean=statistics, rstd=statistics)
+    return made.with_inputs(**dict.fromkeys(("grad_out", "input"), TensorMeta(dtype, data.shape)))
 
 
 def _normalized(call: CallMeta) -> tuple[int, ...]:
@@ -89,52 +76,27 @@ def _like_weight(call: CallMeta) -> TensorMeta:
 
 
 p = Page(DOCUMENT, "ops-nn", dict.fromkeys(Product, DOCUMENT))
-p.input("grad_out", _F, "(A1, ..., Ai, R1, ..., Rj), rank 1 to 8. Gradient of the normalised output.")
-p.input("input", _F, "(A1, ..., Ai, R1, ..., Rj), dtype of grad_out. The forward input.")
-p.attr(
-    "normalized_shape",
-    "int64_array",
-    "(R1, ..., Rj), 1 to 8 entries: the trailing axes of input, over which it is normalised.",
-)
-p.input("mean", _F, f"{_ROWS} Mean of each row.", draw=normalisation.MEAN)
-p.input(
-    "rstd",
-    _F,
-    "Shape and dtype of mean. Reciprocal standard deviation of each row.",
-    draw=normalisation.RSTD,
-)
-p.input(
-    "weight",
-    _F,
-    f"{_SCALE} Scale of each element of a row, ones when null.",
-    c_name="weightOptional",
-    optional=True,
-    draw=normalisation.SCALE,
-)
-p.input(
-    "bias",
-    _F,
-    f"{_SCALE} Shift of each element of a row; its values do not affect the results.",
-    c_name="biasOptional",
-    optional=True,
-)
+p.smallest = {"leading": (2, 3), "normalized_shape": (4,)}
+p.input("grad_out", _F, "(A1, ..., Ai, R1, ..., Rj), rank 1 to 8. Gradient of the normalised output.",
+    axes="*leading *normalized_shape")
+p.input("input", "grad_out", "(A1, ..., Ai, R1, ..., Rj), dtype of grad_out. The forward input.")
+p.attr("normalized_shape", "int64_array",
+    "(R1, ..., Rj), 1 to 8 entries: the trailing axes of input, over which it is normalised.")
+p.input("mean", _F, f"{_ROWS} Mean of each row.", axes="*leading", draw=normalisation.MEAN)
+p.input("rstd", "mean", "Shape and dtype of mean. Reciprocal standard deviation of each row.",
+    draw=normalisation.RSTD)
+p.input("weight", _F, f"{_SCALE} Scale of each element of a row, ones when null.", axes="*normalized_shape",
+    c_name="weightOptional", optional=True, draw=normalisation.SCALE)
+p.input("bias", "weight", f"{_SCALE} Shift of each element of a row; its values do not affect the results.",
+    c_name="biasOptional", optional=True)
 p.attr("output_mask", "bool_array", "Three bools: compute grad_input, grad_weight, grad_bias.")
 p.output("grad_input", "input", "Shape and dtype of input. Gradient of input.", c_name="gradInputOut")
 for _name in ("weight", "bias"):
-    p.output(
-        f"grad_{_name}",
-        _name,
-        f"{_LIKE_WEIGHT} Gradient of {_name}.",
-        c_name=f"grad{_name.capitalize()}Out",
-        meta=_like_weight,
-    )
+    p.output(f"grad_{_name}", _name, f"{_LIKE_WEIGHT} Gradient of {_name}.",
+        c_name=f"grad{_name.capitalize()}Out", meta=_like_weight)
 
 _INPUTS = "grad_out input mean rstd weight bias"
 _OUTPUTS = "grad_input grad_weight grad_bias"
-_SAID: dict[str, Any] = {
-    "vendor": "accepts",
-    "pick": "The document's parameter section says so; the vendor's source accepts others. npugrad: refused.",
-}
 
 
 def _is_wide(call: CallMeta) -> Finding | None:
@@ -181,14 +143,6 @@ def _vendor_on_axes(call: CallMeta) -> VendorCode:
     return PARAM_INVALID if is_seen else "accepts"
 
 
-def _vendor_on_rank(name: str) -> Callable[[CallMeta], VendorCode]:
-    def code(call: CallMeta) -> VendorCode:
-        meta = call.declared(name)
-        return PARAM_INVALID if meta is None or meta.rank else "accepts"
-
-    return code
-
-
 def _vendor_on_scale(name: str) -> Callable[[CallMeta], VendorCode]:
     def code(call: CallMeta) -> VendorCode:
         meta = call.declared(name)
@@ -207,115 +161,47 @@ _LEAD = ("input.dtype", "mean.dtype")
 _LED = (*_LEAD, "{}.dtype", "weight.same_dtype")
 p.rule(rules.same_dtype("input"), "grad_out", row=1, check=(5, 6), requires=_LEAD)
 p.rule(rules.same_dtype("input, or FLOAT", _scales), "weight", row=1, check=(5, 7), requires=_LEAD)
-p.rule(
-    rules.same_dtype("weight; where that is null, of input, or FLOAT", _scales),
-    "bias",
-    requires=_LED,
-    **_SAID,
-)
-p.rule(rules.same_dtype("mean"), "rstd", requires=_LED, **_SAID)
-p.rule(rules.same_dtype("input"), "grad_input", requires=_LED, **_SAID)
-p.rule(
-    rules.same_dtype("weight; where that is null, of input", _scales),
-    "grad_weight grad_bias",
-    requires=_LED,
-    **_SAID,
-)
-p.rule(
-    rules.special(
-        "width", "has a data type no narrower than that of input", _is_wide, p.edited("mean", retyped())
-    ),
-    "mean",
-    requires=("mean.dtype", "input.dtype"),
-    **_SAID,
-)
-p.rule(
-    rules.special(
-        "not_bfloat16",
-        "",
-        _is_without_bfloat16,
-        p.edited("input", retyped()),
-        *("grad_out", "mean", "rstd", "weight", "bias", *_OUTPUTS.split()),
-        is_nullable=True,
-    ),
-    "input",
-    text="No tensor has data type BFLOAT16.",
-    products=frozenset({Product.ATLAS_TRAINING}),
-    **_SAID,
-)
+p.rule(rules.same_dtype("weight; where that is null, of input, or FLOAT", _scales), "bias", requires=_LED,
+    **rules.SAID)
+p.rule(rules.same_dtype("mean"), "rstd", requires=_LED, **rules.SAID)
+p.rule(rules.same_dtype("input"), "grad_input", requires=_LED, **rules.SAID)
+p.rule(rules.same_dtype("weight; where that is null, of input", _scales), "grad_weight grad_bias",
+    requires=_LED, **rules.SAID)
+p.rule(rules.special("width", "has a data type no narrower than that of input", _is_wide,
+        p.edited("mean", retyped())), "mean", requires=("mean.dtype", "input.dtype"), **rules.SAID)
+p.rule(rules.special("not_bfloat16", "", _is_without_bfloat16, p.edited("input", retyped()),
+        *("grad_out", "mean", "rstd", "weight", "bias", *_OUTPUTS.split()), is_nullable=True), "input",
+    text="No tensor has data type BFLOAT16.", products=frozenset({Product.ATLAS_TRAINING}), **rules.SAID)
 
+# mean and rstd of rank 0 are accepted only together, because they must have the same shape.
 p.rule(rules.rank_in(1, 8), f"{_INPUTS} grad_input", row=11, check=9, entry=1)
-for _name in ("grad_weight", "grad_bias"):
-    p.rule(
-        # mean and rstd of rank 0 are accepted only together, because they must have the same shape.
-        rules.rank_in(1, 8),
-        _name,
-        row=11,
-        check=9,
-        entry=1,
-        vendor=_vendor_on_rank(_name),
-        pick="The document says rank 1 to 8; the vendor's source has no least rank. npugrad: refused.",
-    )
-p.rule(
-    rules.entries(1, 8), "normalized_shape", row=(3, 11), check=(9, 10), breaks=_renormalized(lambda call: ())
-)
-p.rule(
-    rules.special(
-        "axes",
-        "has as many axes as normalizedShape has entries, or more",
-        _has_axes,
-        _renormalized(lambda call: (1, *call.tensor("input").shape)),
-    ),
-    "input",
-    row=8,
-    check=11,
-    requires=("normalized_shape.length", "input.rank"),
-)
-p.rule(
-    rules.special(
-        "normalized",
-        "ends in the axes of normalizedShape",
-        _ends_in_axes,
-        _renormalized(lambda call: (*_normalized(call)[:-1], _normalized(call)[-1] + 1)),
-    ),
-    "input",
-    row=9,
-    check=12,
-    requires=("input.axes",),
-    vendor=_vendor_on_axes,
-    pick="The document compares all entries; the vendor's source skips the first d, where input has d "
-    "more axes than normalizedShape has entries, unless a wanted gradient of weight or bias reveals "
-    "the mismatch. npugrad: refused.",
-)
+p.rule(rules.rank_in(1, 8, is_low_checked=False), "grad_weight grad_bias", row=11, check=9, entry=1)
+p.rule(rules.entries(1, 8), "normalized_shape", row=(3, 11), check=(9, 10),
+    breaks=_renormalized(lambda call: ()))
+p.rule(rules.special("axes", "has as many axes as normalizedShape has entries, or more", _has_axes,
+        _renormalized(lambda call: (1, *call.tensor("input").shape))), "input", row=8, check=11,
+    requires=("normalized_shape.length", "input.rank"))
+p.rule(rules.special("normalized", "ends in the axes of normalizedShape", _ends_in_axes,
+        _renormalized(lambda call: (*_normalized(call)[:-1], _normalized(call)[-1] + 1))), "input", row=9,
+    check=12, requires=("input.axes",), vendor=_vendor_on_axes, pick="The document compares all entries; "
+    "the vendor's source skips the first d, where input has d more axes than normalizedShape has entries, "
+    "unless a wanted gradient of weight or bias reveals the mismatch. npugrad: refused.")
 
 _RANKED = ("{}.rank", "input.axes")
 _is_normalized = rules.shape_is(_normalized, "normalizedShape", text="has normalizedShape as its shape")
 p.rule(_is_normalized, "weight bias", row=[6, 7], check=13, requires=_RANKED)
 p.rule(rules.same_shape("input"), "grad_out", row=2, check=14, requires=_RANKED)
-p.rule(
-    rules.count(
-        "rows of input", lambda call: prod(_split(call)[0]), text="has one element for each row of input"
-    ),
-    "mean rstd",
-    row=[4, 5],
-    check=16,
-    requires=_RANKED,
+p.rule(rules.count("rows of input", lambda call: prod(_split(call)[0]),
+        text="has one element for each row of input"), "mean rstd", row=[4, 5], check=16, requires=_RANKED,
     pick="The document's parameter section requires size 1 on the normalised axes; its error table and the "
-    "vendor's source only count elements. npugrad: the count.",
-)
+    "vendor's source only count elements. npugrad: the count.")
 p.rule(rules.same_shape("mean"), "rstd", check=15, requires=(*_RANKED, "mean.count", "rstd.count"))
 p.rule(rules.same_shape("input"), "grad_input", check=17, requires=_RANKED)
 for _name in ("grad_weight", "grad_bias"):
-    p.rule(
-        _is_normalized,
-        _name,
-        check=18,
-        requires=_RANKED,
-        vendor=_vendor_on_scale(_name),
+    p.rule(_is_normalized, _name, check=18, requires=_RANKED, vendor=_vendor_on_scale(_name),
         pick="The document wants the shape; the vendor's source counts elements, and with another shape may "
-        "leave it unwritten. npugrad: refused.",
-    )
-p.rule(rules.format_in(Format.ND), f"{_INPUTS} {_OUTPUTS}", **_SAID)
+        "leave it unwritten. npugrad: refused.")
+p.rule(rules.format_in(Format.ND), f"{_INPUTS} {_OUTPUTS}", **rules.SAID)
 
 p.not_expressible("workspaceSize and executor are created by the service, never null", check=1)
 p.not_expressible("masks without a true are no error, after every check", check=19)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from npugrad.meta import CallMeta
     from npugrad.operator import Arrays, VendorCode
 
+# fmt: off
 DOCUMENT = "aclnnSoftmaxBackward"
 _ALL = "grad_output output grad_input"
 
@@ -33,10 +34,8 @@ def _vendor(call: CallMeta) -> VendorCode:
     return "accepts" if is_empty else PARAM_INVALID
 
 
-_UNLESS_EMPTY: dict[str, Any] = {
-    "vendor": _vendor,
-    "pick": "The document excepts nothing; the vendor's source accepts empty operands. npugrad: refused.",
-}
+_UNLESS_EMPTY: dict[str, Any] = {"vendor": _vendor,
+    "pick": "The document excepts nothing; the vendor's source accepts empty operands. npugrad: refused."}
 
 p = Page(DOCUMENT, "ops-nn", dict.fromkeys(Product, DOCUMENT))
 p.input("grad_output", rules.FLOATS, "(*S), rank 0 to 8. Gradient of the output.", axes="*shape")
@@ -45,22 +44,11 @@ p.attr("dim", "int64", "Axis of the softmax, from -rank to rank - 1.", (-1, 0))
 p.output("grad_input", "output", "(*S), a type of grad_output. Gradient of the input.", c_name="out")
 
 p.rule(rules.not_null, _ALL, row=1, check=1)
-p.rule(
-    rules.dtype_in(),
-    "grad_output",
-    row=2,
-    check=(3, 4),
-    vendor=_vendor,
+p.rule(rules.dtype_in(), "grad_output", row=2, check=(3, 4), vendor=_vendor,
     pick="The document has BFLOAT16 on every product; the vendor's source refuses it on the Atlas training "
-    "series, and accepts empty operands of any type. npugrad: refused.",
-)
-p.rule(
-    rules.dtype_in(),
-    "grad_input",
-    vendor="accepts",
-    pick="The document lists three types and names others in a note; the vendor's source casts to any. "
-    "npugrad: those listed.",
-)
+    "series, and accepts empty operands of any type. npugrad: refused.")
+p.rule(rules.dtype_in(), "grad_input", vendor="accepts", pick="The document lists three types and names "
+    "others in a note; the vendor's source casts to any. npugrad: those listed.")
 p.rule(rules.same_dtype("grad_output"), "output", row=3, check=(5, 6), **_UNLESS_EMPTY)
 p.rule(rules.dim_of("grad_output"), "dim", row=1, check=7, **_UNLESS_EMPTY)
 p.rule(rules.rank_in(0, 8), "grad_output", check=8, **_UNLESS_EMPTY)
@@ -78,21 +66,11 @@ def _extra_tolerance(inputs: Arrays, attrs: Mapping[str, Any], output: str) -> f
     return 8 * eps * float(np.prod([np.abs(array).max().astype(np.float64) for array in arrays]))
 
 
-SOFTMAX_BACKWARD = p.record(
-    "softmax_backward",
-    wire=9,
-    summary="Gradient of softmax along one axis, from its output.",
-    reference=reference,
-    models=(
-        model("attention", "attention of a transformer, 8 heads of 512 tokens", shape=(1, 8, 512, 512)),
-        model("vision-attention", "attention of a vision transformer, 12 heads", shape=(8, 12, 197, 197)),
-    ),
-    extra_tolerance=_extra_tolerance,
-    min_cann="8.5",
-    binding=TorchBinding(
-        "aten._softmax_backward_data",
-        ("grad_output", "output", "dim", "input_dtype"),
-        made={"input_dtype": lambda given: given["output"].dtype},
-    ),
-)
+SOFTMAX_BACKWARD = p.record("softmax_backward", wire=9,
+    summary="Gradient of softmax along one axis, from its output.", reference=reference,
+    models=(model("attention", "attention of a transformer, 8 heads of 512 tokens", shape=(1, 8, 512, 512)),
+        model("vision-attention", "attention of a vision transformer, 12 heads", shape=(8, 12, 197, 197))),
+    extra_tolerance=_extra_tolerance, min_cann="8.5",
+    binding=TorchBinding("aten._softmax_backward_data", ("grad_output", "output", "dim", "input_dtype"),
+        made={"input_dtype": lambda given: given["output"].dtype}))
 """The record; order of parameters is the order of aclnnSoftmaxBackwardGetWorkspaceSize."""

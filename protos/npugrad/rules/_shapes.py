@@ -62,9 +62,8 @@ def of_sizes(page: Page, name: str) -> Rule:
 
     def shape(call: CallMeta) -> Shape:
         defined = {axis: page.leaders[axis] for axis in axes if not axis.isdigit()}
-        return page.shape_of(
-            name, {axis: call.tensor(leader).shape[place] for axis, (leader, place) in defined.items()}
-        )
+        shapes = {axis: (call.tensor(leader).shape, place) for axis, (leader, place) in defined.items()}
+        return page.shape_of(name, {page.size(axis): found[place] for axis, (found, place) in shapes.items()})
 
     made = shape_is(shape, f"{sizes} of {' and '.join(leaders)}", *leaders, text=f"has the shape {sizes}")
     return replace(made(page, name), requires=tuple(f"{each}.rank" for each in (name, *leaders)))
@@ -194,7 +193,7 @@ def size_in(
     expected = listed(among) if among else ", ".join(filter(None, parts))
 
     def kind(page: Page, name: str) -> Rule:
-        page.limits[size] = among or range(-(-low // step) * step, (high or 2**62) + 1, step)
+        page.limits[page.size(size)] = among or range(-(-low // step) * step, (high or 2**62) + 1, step)
 
         def judge(call: CallMeta, found: int) -> str:
             is_in = low <= found <= (found if high is None else high) and found % step == 0
