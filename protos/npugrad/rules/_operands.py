@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -13,16 +14,16 @@ from npugrad.error_table import PARAM_NULLPTR
 from npugrad.operator import AttrParam, Finding, TensorParam
 from npugrad.page import Page, Rule
 from npugrad.products import Product
-from npugrad.rules._words import listed, present
+from npugrad.rules._words import listed, of_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from npugrad.changes import Candidates
     from npugrad.dtypes import Format
-    from npugrad.meta import CallMeta
+    from npugrad.meta import CallMeta, TensorMeta
     from npugrad.page import Check
-    from npugrad.rules._words import Kind
+    from npugrad.rules._words import Kind, Said
 
 
 def special(kind: str, text: str, check: Check, breaks: Candidates, *about: str, **extra: Any) -> Kind:
@@ -72,48 +73,35 @@ def dtype_in(*dtypes: DType, tolerated: tuple[DType, ...] = (), is_always: bool 
         by_product, uncarried = page.tensor(name).dtypes, page.tensor(name).uncarried
         anywhere = {dtypes} if dtypes else set(by_product.values())
 
-        def check(call: CallMeta) -> Finding | None:
-            meta, allowed = present(call, name), dtypes or by_product.get(call.product, ())
-            if meta is None or meta.dtype in (*allowed, *tolerated, *uncarried):
-                return None
+        def judge(call: CallMeta, meta: TensorMeta) -> Said:
+            allowed = dtypes or by_product.get(call.product, ())
             on_product = f" on {call.product.full_name}" if len(anywhere) > 1 else ""
-            return Finding(f"dtype {meta.dtype}", f"{listed(allowed)}{on_product}")
+            is_legal = meta.dtype in (*allowed, *tolerated, *uncarried)
+            return None if is_legal else (f"dtype {meta.dtype}", f"{listed(allowed)}{on_product}")
 
         text = f"has data type {listed(*anywhere)}" if len(anywhere) == 1 else "has a supported data type"
-        return Rule(
-            kind="dtype",
-            text=text + ", whatever outputMask says" * is_always,
-            check=check,
-            breaks=page.edited(name, changes.retyped()),
-            is_always=is_always,
-        )
+        text += ", whatever outputMask says" * is_always
+        return of_tensor("dtype", text, judge, changes.retyped, is_always=is_always)(page, name)
 
     return kind
 
 
 def same_dtype(leader: str, allowed: Callable[[CallMeta, str], tuple[DType, ...]] | None = None) -> Kind:
     """The type is that of another operand, or one that `allowed` returns, in words `leader`."""
+    first, *words = re.split(r"\b", leader, maxsplit=2)[1:]
+    why = "" if allowed else f", the dtype of {leader}"
 
     def kind(page: Page, name: str) -> Rule:
-        first, *words = re.split(r"\b", leader, maxsplit=2)[1:]
-        page.follow(first, name)
-
-        def check(call: CallMeta) -> Finding | None:
-            meta = present(call, name)
+        def judge(call: CallMeta, meta: TensorMeta) -> Said:
             dtypes = allowed(call, name) if allowed else (call.tensor(first).dtype,)
-            if meta is None or meta.dtype in dtypes:
-                return None
-            why = "" if allowed else f", the dtype of {leader}"
-            return Finding(f"dtype {meta.dtype}", f"{listed(dict.fromkeys(dtypes))}{why}")
+            said = f"dtype {meta.dtype}", f"{listed(dict.fromkeys(dtypes))}{why}"
+            return None if meta.dtype in dtypes else said
 
-        return Rule(
-            kind="same_dtype",
-            text="".join(("has the data type of ", page.params[first].c_name, *words)),
-            check=check,
-            # Types that some product has, of which the vendor's own checks know nothing.
-            breaks=page.edited(name, changes.retyped(chain(*page.tensor(name).dtypes.values()))),
-            about=() if allowed else (first,),
-        )
+        page.follow(first, name)
+        # Types that some product has, of which the vendor's own checks know nothing.
+        edits = partial(changes.retyped, tuple(chain(*page.tensor(name).dtypes.values())))
+        made = of_tensor("same_dtype", "".join(("has the data type of {}", *words)), judge, edits, first)
+        return replace(made(page, name), about=() if allowed else (first,))
 
     return kind
 
@@ -127,45 +115,29 @@ def promoted(*dtypes: DType) -> DType:
 
 def promoted_dtype(*names: str) -> Kind:
     """The type is the one in which operands are computed together."""
-    dtypes: Callable[[CallMeta, str], tuple[DType, ...]]
-    dtypes = lambda call, name: (promoted(*(call.tensor(each).dtype for each in names)),)  # noqa: E731
 
-    def kind(page: Page, name: str) -> Rule:
-        operands = " and ".join(page.params[each].c_name for each in names)
-        text = f"has the data type to which those of {operands} promote"
-        made = same_dtype(names[0], dtypes)(page, name)
-        return replace(made, text=text, about=names, requires=tuple(f"{each}.dtype" for each in names))
+    def judge(call: CallMeta, meta: TensorMeta) -> Said:
+        dtype = promoted(*(call.tensor(each).dtype for each in names))
+        return None if meta.dtype is dtype else (f"dtype {meta.dtype}", f"{dtype}, as promoted")
 
-    return kind
+    text = "has the data type to which those of {} and {} promote"
+    requires = tuple(f"{each}.dtype" for each in names)
+    return of_tensor("same_dtype", text, judge, changes.retyped, *names, requires=requires)
 
 
 def format_in(*formats: Format) -> Kind:
     """The storage format is one of those given."""
 
-    def kind(page: Page, name: str) -> Rule:
-        def check(call: CallMeta) -> Finding | None:
-            meta = present(call, name)
-            if meta is None or meta.format in formats:
-                return None
-            return Finding(f"format {meta.format}", listed(formats))
+    def judge(call: CallMeta, meta: TensorMeta) -> Said:
+        return None if meta.format in formats else (f"format {meta.format}", listed(formats))
 
-        text, breaks = f"has format {listed(formats)}", page.edited(name, changes.stored())
-        return Rule(kind="format", text=text, check=check, breaks=breaks)
-
-    return kind
+    return of_tensor("format", f"has format {listed(formats)}", judge, changes.stored)
 
 
 def format_not(storage: Format) -> Kind:
     """The storage format is any but one."""
 
-    def kind(page: Page, name: str) -> Rule:
-        def check(call: CallMeta) -> Finding | None:
-            meta = present(call, name)
-            if meta is None or meta.format is not storage:
-                return None
-            return Finding(f"format {storage}", "another format, such as ND")
+    def judge(call: CallMeta, meta: TensorMeta) -> Said:
+        return (f"format {storage}", "another format, such as ND") if meta.format is storage else None
 
-        breaks = page.edited(name, changes.stored())
-        return Rule(kind="format", text=f"is not stored as {storage}", check=check, breaks=breaks)
-
-    return kind
+    return of_tensor("format", f"is not stored as {storage}", judge, changes.stored)

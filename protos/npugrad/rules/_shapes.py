@@ -12,15 +12,15 @@ from npugrad import changes
 from npugrad.error_table import PARAM_INVALID
 from npugrad.operator import Finding
 from npugrad.page import Page, Rule
-from npugrad.rules._words import listed, present, shape_text
+from npugrad.rules._words import listed, of_tensor, present, shape_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from npugrad.meta import CallMeta
+    from npugrad.meta import CallMeta, TensorMeta
     from npugrad.operator import VendorCode
     from npugrad.page import Check
-    from npugrad.rules._words import Kind, Shape
+    from npugrad.rules._words import Kind, Said, Shape
 
 
 _ACCEPTS_LOW = "The document says rank {} to {}; the vendor's source has no least rank. npugrad: refused."
@@ -30,22 +30,20 @@ def rank_in(low: int, high: int, *, is_low_checked: bool = True) -> Kind:
     """The rank is in a closed range, of which the vendor's source may check the upper end only."""
     expected = f"rank {low}" if low == high else f"rank {low} to {high}"
 
-    def kind(page: Page, name: str) -> Rule:
-        def check(call: CallMeta) -> Finding | None:
-            meta = present(call, name)
-            if meta is None or low <= meta.rank <= high:
-                return None
-            return Finding(f"rank {meta.rank}, shape {shape_text(meta.shape)}", expected)
+    def judge(call: CallMeta, meta: TensorMeta) -> Said:
+        found = f"rank {meta.rank}, shape {shape_text(meta.shape)}"
+        return None if low <= meta.rank <= high else (found, expected)
 
+    made = of_tensor("rank", f"has {expected}", judge, changes.reranked)
+
+    def half_checked(page: Page, name: str) -> Rule:
         def code(call: CallMeta) -> VendorCode:
             meta = present(call, name)
             return PARAM_INVALID if meta is None or meta.rank > high else "accepts"
 
-        breaks = page.edited(name, changes.reranked())
-        vendor = None if is_low_checked else (code, _ACCEPTS_LOW.format(low, high))
-        return Rule(kind="rank", text=f"has {expected}", check=check, breaks=breaks, vendor=vendor)
+        return replace(made(page, name), vendor=(code, _ACCEPTS_LOW.format(low, high)))
 
-    return kind
+    return made if is_low_checked else half_checked
 
 
 def has_axes(page: Page, name: str) -> Rule:
@@ -74,39 +72,24 @@ def count(formula: str, number: Callable[[CallMeta], int] | None = None, *, text
     factors = formula.split("*")
     counted = number or (lambda call: math.prod(map(call.integer, factors)))
 
-    def kind(page: Page, name: str) -> Rule:
-        def check(call: CallMeta) -> Finding | None:
-            meta = call.inputs[name]
-            if meta is None or meta.size == counted(call):
-                return None
-            found = f"{meta.size} elements, shape {shape_text(meta.shape)}"
-            return Finding(found, f"{formula} = {counted(call)} elements")
+    def judge(call: CallMeta, meta: TensorMeta) -> Said:
+        said = (
+            f"{meta.size} elements, shape {shape_text(meta.shape)}",
+            f"{formula} = {counted(call)} elements",
+        )
+        return None if meta.size == counted(call) else said
 
-        breaks = page.edited(name, changes.lengthened())
-        return Rule(kind="count", text=text or f"has {formula} elements", check=check, breaks=breaks)
-
-    return kind
+    return of_tensor("count", text or f"has {formula} elements", judge, changes.lengthened)
 
 
 def shape_is(shape: Callable[[CallMeta], Shape], meaning: str, *about: str, text: str = "") -> Kind:
     """The shape is what `shape` says of the call, in words `meaning`."""
 
-    def kind(page: Page, name: str) -> Rule:
-        def check(call: CallMeta) -> Finding | None:
-            meta = present(call, name)
-            if meta is None or meta.shape == shape(call):
-                return None
-            return Finding(f"shape {shape_text(meta.shape)}", f"{shape_text(shape(call))}, {meaning}")
+    def judge(call: CallMeta, meta: TensorMeta) -> Said:
+        said = f"shape {shape_text(meta.shape)}", f"{shape_text(shape(call))}, {meaning}"
+        return None if meta.shape == shape(call) else said
 
-        return Rule(
-            kind="shape",
-            text=text or f"has {meaning}",
-            check=check,
-            breaks=page.edited(name, changes.lengthened()),
-            about=about,
-        )
-
-    return kind
+    return of_tensor("shape", text or f"has {meaning}", judge, changes.lengthened, *about)
 
 
 def broadcast(*shapes: Shape) -> Shape | None:
@@ -120,24 +103,19 @@ def broadcast(*shapes: Shape) -> Shape | None:
 def broadcastable(leader: str) -> Kind:
     """The shape can be broadcast with that of another operand."""
 
-    def kind(page: Page, name: str) -> Rule:
-        def check(call: CallMeta) -> Finding | None:
-            shapes = call.tensor(name).shape, call.tensor(leader).shape
-            if broadcast(*shapes) is not None:
-                return None
-            return Finding(f"shape {shape_text(shapes[0])}", f"one to broadcast with {shape_text(shapes[1])}")
+    def judge(call: CallMeta, meta: TensorMeta) -> Said:
+        shape = call.tensor(leader).shape
+        said = f"shape {shape_text(meta.shape)}", f"one to broadcast with {shape_text(shape)}"
+        return said if broadcast(meta.shape, shape) is None else None
 
-        text = f"has a shape that can be broadcast with that of {page.params[leader].c_name}"
-        breaks = page.edited(name, changes.lengthened())
-        return Rule(kind="broadcast", text=text, check=check, breaks=breaks, about=(leader,))
-
-    return kind
+    text = "has a shape that can be broadcast with that of {}"
+    return of_tensor("broadcast", text, judge, changes.lengthened, leader)
 
 
 def same_shape(leader: str) -> Kind:
     """The shape is that of another operand."""
-    made = shape_is(lambda call: call.tensor(leader).shape, f"the shape of {leader}", leader)
-    return lambda page, name: replace(made(page, name), text=f"has the shape of {page.params[leader].c_name}")
+    meaning = f"the shape of {leader}"
+    return shape_is(lambda call: call.tensor(leader).shape, meaning, leader, text="has the shape of {}")
 
 
 def _on_axis(page: Page, name: str, size: str, judge: Callable[[CallMeta, int], str]) -> Check:
