@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from npugrad.dtypes import DType, Format
 from npugrad.meta import TensorMeta
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from npugrad.meta import CallMeta
-    from npugrad.operator import Constraint
+    from npugrad.operator import Constraint, TensorParam
     from npugrad.products import Product
 
     Candidates = Callable[[CallMeta], Iterable[CallMeta]]
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     Edit = Callable[[str, TensorMeta], TensorMeta]
     """Another description of the operand of that name."""
 
+MASK = "output_mask"
 TYPES = (DType.INT32, DType.INT16, DType.FLOAT64, DType.FLOAT16, DType.FLOAT32, DType.BFLOAT16)
 FORMATS = (Format.FRACTAL_NZ, Format.NCHW, Format.NDHWC)
 """The vendor's checks refuse the first where they refuse any."""
@@ -75,30 +77,6 @@ def numbered(name: str, numbers: Iterable[Any]) -> Candidates:
     return lambda call: (replace(call.with_attrs(**{name: value}), outputs={}) for value in values)
 
 
-def edited(
-    groups: Callable[[CallMeta], Iterable[Sequence[str]]],
-    edits: Iterable[Edit],
-    metas: Callable[[CallMeta], Mapping[str, TensorMeta]],
-) -> Candidates:
-    """Edits operands that change together; the smallest group that breaks nothing else is found first.
-
-    Args:
-        groups: Names of operands that are edited together, few first.
-        edits: What is done to each of them.
-        metas: The outputs of a legal call.
-    """
-    ways = tuple(edits)
-
-    def candidates(call: CallMeta) -> Iterator[CallMeta]:
-        known = {**metas(call), **call.inputs}
-        for names in groups(call):
-            given = {name: meta for name in names if (meta := known[name]) is not None}
-            for edit in ways if given else ():
-                yield with_metas(call, {name: edit(name, meta) for name, meta in given.items()})
-
-    return candidates
-
-
 def retyped(first: Iterable[DType] = ()) -> Iterator[Edit]:
     """Other types, some of them first."""
     return (partial(_described, dtype=dtype) for dtype in (*first, *TYPES))
@@ -149,12 +127,111 @@ def on(product: Product) -> Candidates:
     return lambda call: [replace(call, product=product)]
 
 
-def with_size(
-    meta: TensorMeta, name: str, axes: Mapping[str, Sequence[str]], size: str, old_new: tuple[int, int]
-) -> TensorMeta:
-    """Another size of an operand with sizes `axes`, whose last two axes may be one."""
-    axis, shape, (old, new) = axes[name].index(size), list(meta.shape), old_new
-    if axis < meta.rank - (meta.rank < len(axes[name])):
+class Breaking:
+    """How the rules of a page are broken: the part of `Page` that changes legal calls.
+
+    Attributes:
+        axes, leaders, accepts_unchecked, unexamined: As in `Page`.
+    """
+
+    axes: dict[str, tuple[str, ...]]
+    leaders: dict[str, tuple[str, int]]
+    accepts_unchecked: Callable[[CallMeta], bool]
+    unexamined: Callable[[CallMeta], bool]
+    output_metas: Callable[[CallMeta], dict[str, TensorMeta]]
+    tensor: Callable[[str], TensorParam]
+    is_output: Callable[[str], bool]
+    _constraints: dict[str, Constraint]
+    _applying: dict[Product, dict[str, Constraint]]
+    _followers: dict[str, list[str]]
+
+    def violation(
+        self, identifier: str, candidates: Candidates, vendor: object
+    ) -> Callable[[CallMeta], CallMeta | None]:
+        """Turns a legal call into one that breaks that rule alone; None if no candidate does."""
+
+        def violate(call: CallMeta) -> CallMeta | None:
+            if self.accepts_unchecked(call) or self.unexamined(call):
+                return None
+            changed = (each for each in candidates(call) if not self.accepts_unchecked(each))
+            found = (each for each in changed if breaks_only(identifier, self._applied(each), each))
+            if not callable(vendor):
+                return next(found, None)
+            # Where changes differ in the vendor's code, samples of different types show all of them.
+            by_code = {vendor(each): each for each in reversed(list(found))}
+            return [*reversed(by_code.values())][self._turn(call) % len(by_code)] if by_code else None
+
+        return violate
+
+    def _turn(self, call: CallMeta) -> int:
+        """Place of the first input's type among those that it has on the call's product."""
+        name, meta = next(iter(call.inputs.items()))
+        dtypes = self.tensor(name).dtypes.get(call.product, ())
+        return dtypes.index(meta.dtype) if meta and meta.dtype in dtypes else 0
+
+    def is_legal(self, call: CallMeta) -> bool:
+        """Whether it breaks no rule."""
+        return not any(map(judge(self._applied(call), call), self._applied(call)))
+
+    def _applied(self, call: CallMeta) -> dict[str, Constraint]:
+        """The rules of the call's product."""
+        if call.product not in self._applying:
+            constraints = (each for each in self._constraints.values() if each.applies(call.product))
+            self._applying[call.product] = {each.id: each for each in constraints}
+        return self._applying[call.product]
+
+    def edited(self, name: str, edits: Iterable[Edit]) -> Candidates:
+        """Edits an operand alone, or with those that follow it, or all inputs alike: the fewest first."""
+        ways = tuple(edits)
+
+        def candidates(call: CallMeta) -> Iterator[CallMeta]:
+            known = {**self.output_metas(call), **call.inputs}
+            every = [each for each in call.inputs if each != name] + [name]
+            for names in ([name], self._with_followers(name), every):
+                given = {each: meta for each in names if (meta := known[each]) is not None}
+                for edit in ways if given else ():
+                    yield with_metas(call, {each: edit(each, meta) for each, meta in given.items()})
+
+        return candidates
+
+    def resized(self, name: str, size: str, *numbers: int) -> Candidates:
+        """Sets a size, to one more by default: on an operand, with those of its shape, or everywhere."""
+
+        def candidates(call: CallMeta) -> Iterator[CallMeta]:
+            leader, place = self.leaders[size]
+            old = call.tensor(leader).shape[place]
+            having = [each for each, axes in self.axes.items() if size in axes and call.inputs[each]]
+            like = [each for each in having if self.axes[each] == self.axes[name]]
+            for group in ([name], like, having):
+                for new in (number for number in numbers or (old + 1,) if number >= 0):
+                    metas = {each: call.tensor(each) for each in group}
+                    sized = {n: _with_size(meta, self.axes[n], size, old, new) for n, meta in metas.items()}
+                    yield with_metas(call, sized)
+
+        return candidates
+
+    def built(self, build: Callable[..., CallMeta], **sizes: Any) -> Candidates:
+        """A call of other sizes, with the type, product and mask of the call that it takes the place of."""
+
+        def candidates(call: CallMeta) -> Iterator[CallMeta]:
+            made = build(dtype=call.tensor(next(iter(call.inputs))).dtype, product=call.product, **sizes)
+            yield made.with_attrs(**{MASK: call.attrs[MASK]}) if MASK in call.attrs else made
+
+        return candidates
+
+    def follow(self, leader: str, name: str) -> None:
+        """Notes that an operand has the type of another: rules about the other change both."""
+        self._followers.setdefault(leader, []).append(name)
+
+    def _with_followers(self, name: str) -> list[str]:
+        found = [each for each in self._followers.get(name, ()) if not self.is_output(each)]
+        return [name, *chain.from_iterable(map(self._with_followers, found))]
+
+
+def _with_size(meta: TensorMeta, axes: tuple[str, ...], size: str, old: int, new: int) -> TensorMeta:
+    """Another size of an operand with these axes, whose last two may be one."""
+    axis, shape = axes.index(size), list(meta.shape)
+    if axis < meta.rank - (meta.rank < len(axes)):
         shape[axis] = new
     else:
         shape[-1] = shape[-1] // max(old, 1) * new

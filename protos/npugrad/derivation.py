@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from npugrad.changes import MASK
 from npugrad.dtypes import DType
 from npugrad.generators import Draw, fill
 from npugrad.meta import CallMeta, TensorMeta
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 
     Sizes = dict[str, Any]
 
-MASK = "output_mask"
 ANY = range(2**62)
 _UNEVEN = (3, 37, 5, 7, 2, 11, 4, 13)
 _LONG = (2, 1, 3, 1, 2, 1, 1, 2)
@@ -132,9 +132,10 @@ class Calls:
 
     def _changes(self) -> Iterator[tuple[str, Sizes]]:
         """Yields combined values of attributes, masks with at most one bit, other ranks and sizes of 0."""
-        free = {name: values for name, values in self.values.items() if len(values) > 1 and name != MASK}
+        free = {name: self.values[name] for name in self.page.values if name in self.values and name != MASK}
         for chosen in itertools.product(*free.values()):
             yield "-".join(map(str, chosen)), dict(zip(free, chosen, strict=True))
+        yield from ((f"no_{p.name}", {f"with_{p.name}": False}) for p in self.page.inputs if p.optional)
         few = (mask for mask in (*self.values.get(MASK, ()), (False,) * len(self._outputs)) if sum(mask) < 2)
         if MASK in self.values:
             yield from (("mask" + "".join("01"[bit] for bit in mask), {MASK: mask}) for mask in few)

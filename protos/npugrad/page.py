@@ -7,13 +7,13 @@ the row of the page's error table and the number of the vendor's check.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import chain, compress
 from typing import TYPE_CHECKING, Any, Literal
 
-from npugrad import changes
+from npugrad.changes import MASK, Breaking
 from npugrad.citing import Citing
-from npugrad.derivation import MASK, Calls, checked
+from npugrad.derivation import Calls, checked
 from npugrad.error_table import PARAM_INVALID
 from npugrad.generators import Draw
 from npugrad.meta import TensorMeta
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from npugrad.attributes import AttrType
+    from npugrad.changes import Candidates
     from npugrad.citing import Numbers
     from npugrad.dtypes import DType
     from npugrad.errors import Source
@@ -59,7 +60,7 @@ class Rule:
     kind: str
     text: str
     check: Check
-    breaks: changes.Candidates
+    breaks: Candidates
     about: tuple[str, ...] = ()
     requires: tuple[str, ...] = ()
     code: int = PARAM_INVALID
@@ -69,7 +70,7 @@ class Rule:
 
 
 @dataclass
-class Page(Citing):
+class Page(Citing, Breaking):
     """One operator's page.
 
     Attributes:
@@ -254,7 +255,7 @@ class Page(Citing):
             sources=(*sources, *self._cited(name, made)),
             operands=(name, *made.about),
             check=self._asked(name, made),
-            violate=self._violate(identifier, options.pop("breaks", made.breaks), vendor),
+            violate=self.violation(identifier, options.pop("breaks", made.breaks), vendor),
             requires=requires,
             vendor_code=vendor,
             pick=pick,
@@ -296,81 +297,6 @@ class Page(Citing):
         if made.is_always or not self._is_masked(name):
             return made.check
         return lambda call: made.check(call) if self.is_wanted(call, name) else None
-
-    def _violate(
-        self, identifier: str, candidates: changes.Candidates, vendor: object
-    ) -> Callable[[CallMeta], CallMeta | None]:
-        def violate(call: CallMeta) -> CallMeta | None:
-            if self.accepts_unchecked(call) or self.unexamined(call):
-                return None
-            changed = (each for each in candidates(call) if not self.accepts_unchecked(each))
-            found = (each for each in changed if changes.breaks_only(identifier, self._applied(each), each))
-            if not callable(vendor):
-                return next(found, None)
-            # Where changes differ in the vendor's code, samples of different types show all of them.
-            by_code = {vendor(each): each for each in reversed(list(found))}
-            return [*reversed(by_code.values())][self._turn(call) % len(by_code)] if by_code else None
-
-        return violate
-
-    def _turn(self, call: CallMeta) -> int:
-        """Place of the first input's type among those that it has on the call's product."""
-        name, meta = next(iter(call.inputs.items()))
-        dtypes = self.tensor(name).dtypes.get(call.product, ())
-        return dtypes.index(meta.dtype) if meta and meta.dtype in dtypes else 0
-
-    def is_legal(self, call: CallMeta) -> bool:
-        """Whether it breaks no rule."""
-        return not any(map(changes.judge(self._applied(call), call), self._applied(call)))
-
-    def _applied(self, call: CallMeta) -> dict[str, Constraint]:
-        """The rules of the call's product."""
-        if call.product not in self._applying:
-            constraints = (each for each in self._constraints.values() if each.applies(call.product))
-            self._applying[call.product] = {each.id: each for each in constraints}
-        return self._applying[call.product]
-
-    def edited(self, name: str, edits: Iterator[changes.Edit]) -> changes.Candidates:
-        """Edits an operand alone, or with those that follow it, or all inputs alike."""
-
-        def groups(call: CallMeta) -> Iterator[list[str]]:
-            yield [name]
-            yield self._with_followers(name)
-            yield [each for each in call.inputs if each != name] + [name]
-
-        return changes.edited(groups, edits, self.output_metas)
-
-    def resized(self, name: str, size: str, *numbers: int) -> changes.Candidates:
-        """Sets a size, to one more by default: on an operand, with those of its shape, or everywhere."""
-
-        def candidates(call: CallMeta) -> Iterator[CallMeta]:
-            leader, place = self.leaders[size]
-            old = call.tensor(leader).shape[place]
-            having = [each for each, axes in self.axes.items() if size in axes and call.inputs[each]]
-            like = [each for each in having if self.axes[each] == self.axes[name]]
-            for group in ([name], like, having):
-                for new in (number for number in numbers or (old + 1,) if number >= 0):
-                    edit = partial(changes.with_size, axes=self.axes, size=size, old_new=(old, new))
-                    yield changes.with_metas(call, {each: edit(call.tensor(each), each) for each in group})
-
-        return candidates
-
-    def built(self, build: Callable[..., CallMeta], **sizes: Any) -> changes.Candidates:
-        """A call of other sizes, with the type, product and mask of the call that it takes the place of."""
-
-        def candidates(call: CallMeta) -> Iterator[CallMeta]:
-            made = build(dtype=call.tensor(next(iter(call.inputs))).dtype, product=call.product, **sizes)
-            yield made.with_attrs(**{MASK: call.attrs[MASK]}) if MASK in call.attrs else made
-
-        return candidates
-
-    def follow(self, leader: str, name: str) -> None:
-        """Notes that an operand has the type of another: rules about the other change both."""
-        self._followers.setdefault(leader, []).append(name)
-
-    def _with_followers(self, name: str) -> list[str]:
-        found = [each for each in self._followers.get(name, ()) if not self.is_output(each)]
-        return [name, *chain.from_iterable(map(self._with_followers, found))]
 
     def not_expressible(
         self, reason: str, *, check: Numbers = None, entry: Numbers = None, name: str = ""

@@ -9,17 +9,16 @@ from npugrad import changes
 from npugrad.dtypes import Format
 from npugrad.error_table import PARAM_INVALID
 from npugrad.meta import INT64_MAX
-from npugrad.operator import Finding
-from npugrad.page import Page, Rule
 from npugrad.rules._operands import format_in
-from npugrad.rules._words import listed, present, shape_text
+from npugrad.rules._words import listed, of_attr, of_tensor, present, shape_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from npugrad.meta import CallMeta
+    from npugrad.meta import CallMeta, TensorMeta
     from npugrad.operator import VendorCode
-    from npugrad.rules._words import Kind, Shape
+    from npugrad.page import Page, Rule
+    from npugrad.rules._words import Kind, Said, Shape
 
 _PRIVATE = (Format.FRACTAL_NZ, Format.FRACTAL_Z, Format.NC1HWC0, Format.NDC1HWC0, Format.FRACTAL_Z_3D)
 """Storage formats that only the vendor's own kernels know."""
@@ -28,57 +27,35 @@ _PRIVATE = (Format.FRACTAL_NZ, Format.FRACTAL_Z, Format.NC1HWC0, Format.NDC1HWC0
 def shape_among(shapes: Callable[[CallMeta], Sequence[Shape]], text: str, *about: str) -> Kind:
     """The shape is one of several, which may depend on the call; `text` says on what."""
 
-    def kind(page: Page, name: str) -> Rule:
-        def check(call: CallMeta) -> Finding | None:
-            meta = present(call, name)
-            if meta is None or meta.shape in shapes(call):
-                return None
-            return Finding(f"shape {shape_text(meta.shape)}", listed(map(shape_text, shapes(call))))
+    def judge(call: CallMeta, meta: TensorMeta) -> Said:
+        said = f"shape {shape_text(meta.shape)}", listed(map(shape_text, shapes(call)))
+        return None if meta.shape in shapes(call) else said
 
-        breaks = page.edited(name, changes.lengthened())
-        return Rule(kind="shape", text=text, check=check, breaks=breaks, about=about)
-
-    return kind
+    return of_tensor("shape", text, judge, changes.lengthened, *about)
 
 
 def format_by_rank(formats: Mapping[int, Format]) -> Kind:
     """The storage format is ND, or the one that belongs to the rank."""
 
-    def kind(page: Page, name: str) -> Rule:
-        def check(call: CallMeta) -> Finding | None:
-            meta = present(call, name)
-            if meta is None or meta.format in (Format.ND, formats.get(meta.rank)):
-                return None
-            allowed = dict.fromkeys((Format.ND, formats.get(meta.rank, Format.ND)))
-            return Finding(f"format {meta.format}", f"{listed(allowed)} with rank {meta.rank}")
+    def judge(call: CallMeta, meta: TensorMeta) -> Said:
+        allowed = dict.fromkeys((Format.ND, formats.get(meta.rank, Format.ND)))
+        said = f"format {meta.format}", f"{listed(allowed)} with rank {meta.rank}"
+        return None if meta.format in allowed else said
 
-        text = "has format ND, or " + listed(f"{each} with rank {rank}" for rank, each in formats.items())
-        breaks, requires = page.edited(name, changes.stored()), (f"{name}.rank",)
-        return Rule(kind="format", text=text, check=check, breaks=breaks, requires=requires)
-
-    return kind
+    text = "has format ND, or " + listed(f"{each} with rank {rank}" for rank, each in formats.items())
+    return of_tensor("format", text, judge, changes.stored, requires=("{}.rank",))
 
 
 def same_format(leader: str) -> Kind:
     """The storage format is that of another operand."""
 
-    def kind(page: Page, name: str) -> Rule:
-        def check(call: CallMeta) -> Finding | None:
-            meta, expected = present(call, name), call.tensor(leader).format
-            if meta is None or meta.format is expected:
-                return None
-            return Finding(f"format {meta.format}", f"{expected}, the format of {leader}")
+    def judge(call: CallMeta, meta: TensorMeta) -> Said:
+        expected = call.tensor(leader).format
+        said = f"format {meta.format}", f"{expected}, the format of {leader}"
+        return None if meta.format is expected else said
 
-        return Rule(
-            kind="same_format",
-            text=f"has the format of {page.params[leader].c_name}",
-            check=check,
-            breaks=page.edited(name, changes.stored()),
-            about=(leader,),
-            requires=(f"{name}.format", f"{leader}.format"),
-        )
-
-    return kind
+    requires = ("{}.format", f"{leader}.format")
+    return of_tensor("same_format", "has the format of {}", judge, changes.stored, leader, requires=requires)
 
 
 def nd_or_public(page: Page, name: str) -> Rule:
@@ -95,14 +72,12 @@ def nd_or_public(page: Page, name: str) -> Rule:
 def first_axis_of(output: str, row_bytes: Callable[[CallMeta], int]) -> Kind:
     """A number is the first axis of an output, of no more bytes than a tensor can hold."""
 
-    def kind(page: Page, name: str) -> Rule:
-        def check(call: CallMeta) -> Finding | None:
-            most = INT64_MAX // max(row_bytes(call), 1)
-            value = call.integer(name)
-            return None if value <= most else Finding(str(value), f"at most {most}, as a tensor can hold")
+    def judge(call: CallMeta, name: str) -> Said:
+        most, value = INT64_MAX // max(row_bytes(call), 1), call.integer(name)
+        return None if value <= most else (str(value), f"at most {most}, as a tensor can hold")
 
+    def kind(page: Page, name: str) -> Rule:
         text = f"rows of {page.params[output].c_name} are at most 2^63 - 1 bytes"
-        breaks = changes.numbered(name, (INT64_MAX + 1,))
-        return Rule(kind="limit", text=text, check=check, breaks=breaks)
+        return of_attr("limit", text, judge, (INT64_MAX + 1,))(page, name)
 
     return kind
