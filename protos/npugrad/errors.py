@@ -522,9 +522,9 @@ class UnsupportedOperator(OperatorError):
     """The product or server lacks the operator (OPERATOR_UNSUPPORTED, UNKNOWN_OPERATOR).
 
     Example:
-        >>> client.validate("gelu_backward", inputs={}, attrs={})
+        >>> client.validate("rope", inputs={}, attrs={})
         Traceback (most recent call last):
-        npugrad.errors.UnsupportedOperator: unknown operator 'gelu_backward'; known are ...
+        npugrad.errors.UnsupportedOperator: unknown operator 'rope'; known are ...
     """
 
     default_reason = "OPERATOR_UNSUPPORTED"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -11,13 +12,14 @@ from npugrad import rules as r
 from npugrad.changes import numbered
 from npugrad.operator import Constraint
 from npugrad.page import Page, Rule
+from npugrad.workloads import model
 
 Kind = Callable[[Page, str], Rule]
 FLOATS = dict.fromkeys(Product, (DType.FLOAT32, DType.BFLOAT16))
 X = TensorMeta("float32", (2, 3, 4))
 CALL = CallMeta(
     inputs={"x": X, "like_x": X, "flat": TensorMeta("float32", (24,)), "absent": None},
-    attrs={"mode": 1, "n": 6, "groups": 3, "sizes": (1, 2)},
+    attrs={"mode": 1, "n": 6, "groups": 3, "sizes": (1, 2), "how": "none"},
 )
 
 
@@ -34,6 +36,7 @@ def page() -> Page:
     made.attr("n", "int64", "")
     made.attr("groups", "int64", "")
     made.attr("sizes", "int64_array", "")
+    made.attr("how", "string", "", ("none", "tanh"))
     made.output("y", "x", "")
     for name in ("x", "like_x", "flat"):
         made.rule(r.rank_in(0, 8), name)
@@ -42,12 +45,14 @@ def page() -> Page:
 
 def added(page: Page, kind: Kind, name: str) -> Constraint:
     page.rule(kind, name, id="made")
-    return page.record("made", **dict.fromkeys(_OTHERS)).constraints[-1]
+    return page.record("made", **_OTHERS).constraints[-1]
 
 
-_OTHERS = (
-    *("summary", "reads", "reference", "build", "samples", "workloads", "make_inputs"),
-    *("wire", "extra_tolerance", "determinism_check", "min_cann"),
+_OTHERS: dict[str, Any] = dict.fromkeys(
+    (
+        *("summary", "reads", "reference", "build", "samples", "workloads", "make_inputs"),
+        *("wire", "extra_tolerance", "determinism_check", "min_cann"),
+    )
 )
 CHANGED = CALL.with_inputs(x=TensorMeta("float16", (2, 5, 4), "NCHW"))
 # A kind, its operand, a call that breaks it, what is found and expected in it.
@@ -77,11 +82,21 @@ CASES: list[tuple[Kind, str, CallMeta, str, str]] = [
     (r.entries(2), "sizes", CALL.with_attrs(sizes=(1,)), "1 entries", "2 entries"),
     (r.entries(1, 2), "sizes", CALL.with_attrs(sizes=()), "0 entries", "1 to 2 entries"),
     (r.one_of_choices(), "mode", CALL.with_attrs(mode=6), "6", "0 (bilinear) or 1 (nearest)"),
+    (r.one_of_choices(), "how", CALL.with_attrs(how="erf"), "'erf'", "'none' or 'tanh'"),
+    (r.dim_of("x"), "mode", CALL.with_attrs(mode=3), "3", "-3 to 2, an axis of x"),
+    (
+        r.promoted_dtype("x", "like_x"),
+        "flat",
+        CALL.with_inputs(x=TensorMeta("bfloat16", (2, 3, 4)), flat=TensorMeta("bfloat16", (24,))),
+        "dtype bfloat16",
+        "float32, as promoted",
+    ),
     (r.at_least(1, "positive"), "n", CALL.with_attrs(n=0), "0", "above 0"),
 ]
 # The call breaks these from the start, or only the record knows what does.
 ONLY_CHECKED = [
     (r.rank_in(1, 2), "like_x", CALL, "rank 3, shape [2, 3, 4]", "rank 1 to 2"),
+    (r.broadcastable("x"), "flat", CALL, "shape [24]", "one to broadcast with [2, 3, 4]"),
     (r.count("n*groups"), "flat", CALL, "24 elements, shape [24]", "n*groups = 18 elements"),
     (r.at_most(5, "limit"), "n", CALL, "6", "at most 5"),
     (r.at_most(1, "per", per="groups"), "n", CALL, "n / groups = 2", "at most 1"),
@@ -115,7 +130,20 @@ def test_what_is_null_breaks_no_rule_but_that_against_it(page: Page, kind: Kind)
 
 def test_a_rule_that_no_change_breaks_shows_nothing(page: Page) -> None:
     page.rule(r.special("never", "is", lambda call: None, numbered("n", range(9))), "n", id="made")
-    assert page.record("made", **dict.fromkeys(_OTHERS)).constraints[-1].violate(CALL) is None
+    assert page.record("made", **_OTHERS).constraints[-1].violate(CALL) is None
+
+
+def test_derived_sizes_are_those_that_rules_allow(page: Page) -> None:
+    page.rule(r.size_in("rows", 5, 40), "x")
+    page.rule(r.size_in("rows", step=4), "x", id="x.multiple")
+    page.smallest = {"n": 1, "groups": 1, "sizes": ()}
+    calls = page.calls
+    assert calls.sizes == {"rows": 8, "columns": 3, "elements": 4, **page.smallest}
+    workloads = calls.workloads([model("long", "of sequences", rows=40, columns=2**14)])
+    assert workloads.named["large"].sizes["rows"] == 32
+    assert workloads.named["long"].simulated == {"rows": 40, "columns": 2**10}
+    with pytest.raises(TypeError, match=r"found the keywords \['row'\]; expected some of with_absent, mode"):
+        calls.build(row=3)
 
 
 def test_lists_read_like_sentences() -> None:

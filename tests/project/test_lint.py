@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from npugrad._tools import limits, words
+from npugrad._tools import limits, record_lines, words
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMITS, WORDS = (f"protos/npugrad/_tools/{name}.py" for name in ("limits", "words"))
@@ -161,3 +161,10 @@ def test_a_row_says_where_it_is_rejected(checkout: Path) -> None:
     plant(checkout, "docs/glossary.md", TABLE.replace("| names |", "| somewhere |"))
     with pytest.raises(ValueError, match="'entry': found 'somewhere'; expected 'everywhere' or 'names'"):
         words.replaced(checkout)
+
+
+def test_records_stay_as_short_as_they_are() -> None:
+    """Lines of the first six records, of their workloads, and of what all records are written in."""
+    most = {"records": 1400, "workloads": 385, "vocabulary": 1320, "derivation": 255}
+    assert {what: number for what, number in record_lines.counted().items() if number > most[what]} == {}
+    assert max(record_lines.operators().values()) <= 320

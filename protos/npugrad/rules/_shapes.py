@@ -171,7 +171,11 @@ def size_in(
     expected = listed(among) if among else ", ".join(filter(None, parts))
 
     def kind(page: Page, name: str) -> Rule:
-        page.limits[page.size(size)] = among or range(-(-low // step) * step, (high or 2**62) + 1, step)
+        known = page.limits.get(page.size(size), range(2**62))
+        if isinstance(known, range) and not among:
+            least, steps = max(low, known.start), max(step, known.step)
+            known = range(-(-least // steps) * steps, min(known.stop, (high or 2**62) + 1), steps)
+        page.limits[page.size(size)] = among or known
 
         def judge(call: CallMeta, found: int) -> str:
             is_in = low <= found <= (found if high is None else high) and found % step == 0

@@ -50,7 +50,7 @@ def test_calls_are_legal_different_and_in_every_type(name: str) -> None:
         assert len({(small.name, repr(small.call)) for small in calls}) == len(calls)
         dtypes = [*float_dtypes(record, product)]
         assert {small.dtype for small in calls} == set(dtypes)
-        assert len(calls) > len(list(record.samples(product)))
+        assert len(calls) > len(list(record.samples(product))) or not record.workloads.variants
         for simulated in (False, True):
             sized = list(realistic_calls(record, product, simulated))
             assert all(validate_call(record, call).status == 0 for _, _, call in sized)
