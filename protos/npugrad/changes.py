@@ -112,6 +112,17 @@ def reranked() -> Iterator[Edit]:
     )
 
 
+def shaped(*ways: Mapping[str, Callable[[CallMeta], tuple[int, ...]]]) -> Candidates:
+    """Inputs of other shapes, by name, in one way or another."""
+
+    def candidates(call: CallMeta) -> Iterator[CallMeta]:
+        for way in ways:
+            shapes = {name: shape(call) for name, shape in way.items()}
+            yield call.with_inputs(**{n: TensorMeta(call.tensor(n).dtype, s) for n, s in shapes.items()})
+
+    return candidates
+
+
 def lengthened() -> Iterator[Edit]:
     """Other numbers of elements, then other shapes of as many."""
     return reshaped(

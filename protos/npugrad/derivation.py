@@ -189,10 +189,11 @@ class Calls:
 
     # ---------------------------------------------------------------------------- the rest
 
-    def derived(self) -> dict[str, Any]:
-        """Attributes of the record, but for its workloads, wherever the record does not give them."""
+    def completed(self, models: Iterable[Workload], given: Mapping[str, Any]) -> dict[str, Any]:
+        """Attributes of the record, those given and, where they are not, those that are derived."""
         names = tuple(p.name for p in self.page.inputs)
-        return {
+        derived = {
+            "workloads": None,
             "build": self.build,
             "samples": self.samples,
             "make_inputs": self.make_inputs,
@@ -200,6 +201,11 @@ class Calls:
             "extra_tolerance": lambda inputs, attrs, output: 0.0,
             "determinism_check": lambda call, release: None,
         }
+        found = {**derived, **given}
+        found["workloads"] = found["workloads"] or self.workloads(models)
+        if "data_check" in found and "references_by_rule" not in found:
+            found["reference"] = _checked(found["reference"], found["data_check"])
+        return found
 
     def make_inputs(self, call: CallMeta, rng: np.random.Generator) -> dict[str, npt.NDArray[Any] | None]:
         """Draws the operands of a call, as their parameters say."""
@@ -224,7 +230,7 @@ def _held(dtype: np.dtype[Any]) -> int:
     return min(int(most), 2**31 - 1) + 1
 
 
-def checked(reference: Callable[..., None], data_check: Callable[..., None]) -> Callable[..., None]:
+def _checked(reference: Callable[..., None], data_check: Callable[..., None]) -> Callable[..., None]:
     """A reference that takes any values, after the check that comes before the operator everywhere."""
 
     @wraps(reference)

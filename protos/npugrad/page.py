@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from npugrad.changes import MASK, Breaking
 from npugrad.citing import Citing
-from npugrad.derivation import Calls, checked
+from npugrad.derivation import Calls
 from npugrad.error_table import PARAM_INVALID
 from npugrad.generators import Draw
 from npugrad.meta import TensorMeta
@@ -86,9 +86,9 @@ class Page(Citing, Breaking):
         smallest: Sizes of the smallest call, by those names, wherever they are not derived.
         limits: Sizes that may not be any number.
         values: Legal values of attributes, those of the smallest call first.
-        bounds: For operands of integers, from a call, one more than the largest; the smallest is 0.
+        bounds: Of operands of whole numbers, from a call: they are less, and not negative.
         unexamined: Calls that the vendor's source accepts before its checks, though they are checked here.
-        finished: Adds to a derived call what no axis tells.
+        finished: A derived call with what no axis tells.
     """
 
     document: str
@@ -120,18 +120,16 @@ class Page(Citing, Breaking):
     def input(self, name: str, dtypes: DTypes | str, doc: str, *, axes: str = "", **extra: Any) -> None:
         """An input; `axes` names its sizes, such as ``n c *spatial`` where `spatial` is any number of axes.
 
-        Instead of types, the name of an input with the same types and, by default, the same axes; `extra` is
-        the rest of `TensorParam`, its `axes` as `order`, and for integers from 0 on, `below`: how many a call
-        may have.
+        Instead of types, the name of an input with the same types and, by default, axes; `extra` is the rest
+        of `TensorParam`, its `axes` as `order`, and for whole numbers `below`, for `bounds`.
         """
         if isinstance(dtypes, str):
             axes = axes or " ".join(self.axes[dtypes])
             extra = {"uncarried": self.tensor(dtypes).uncarried, **extra}
             dtypes = self.tensor(dtypes).dtypes
         if "below" in extra:
-            self.bounds[name] = extra.pop("below")
-        draw = None if name in self.bounds else _NORMAL
-        self._tensor(name, "input", {"dtypes": dtypes, "doc": doc, "draw": draw, **extra})
+            self.bounds[name], extra["draw"] = extra.pop("below"), None
+        self._tensor(name, "input", {"dtypes": dtypes, "doc": doc, "draw": _NORMAL, **extra})
         self.axes[name] = tuple(axes.split())
 
     def output(
@@ -320,20 +318,15 @@ class Page(Citing, Breaking):
         name: str,
         *,
         sizes: Mapping[str, Any] | None = None,
-        finished: Callable[[CallMeta], CallMeta] = lambda call: call,
         models: Sequence[Workload] = (),
         **extra: Any,
     ) -> OpRecord:
         """The record: this page, what `Calls` derives from it, and further attributes of `OpRecord`.
 
-        The sizes are `smallest`, and `finished` gives a call what no axis tells; of the models' workloads the
-        demo shows the first.
+        The sizes are `smallest`; of the models' workloads the demo shows the first.
         """
-        self.smallest, self.finished = sizes or self.smallest, finished
-        extra = {"workloads": None, **self.calls.derived(), **extra}
-        extra["workloads"] = extra["workloads"] or self.calls.workloads(models)
-        if "data_check" in extra and "references_by_rule" not in extra:
-            extra["reference"] = checked(extra["reference"], extra["data_check"])
+        self.smallest = sizes or self.smallest
+        extra = self.calls.completed(models, extra)
         made = chain.from_iterable(self.sources("parameters", each) for each in _MADE_BY_SERVICE)
         reason = "created by the service, never null"
         return OpRecord(

@@ -16,22 +16,21 @@ if TYPE_CHECKING:
 _INT32 = np.iinfo(np.int32)
 
 
-def check(
+def checked(
     operator: str,
     operand: str,
-    stop: Callable[[Arrays, Mapping[str, Any]], int],
+    stop: Callable[[Mapping[str, Any], Mapping[str, Any]], int],
     meaning: str,
-    *,
     ignored: str = "",
-) -> Callable[[Arrays, Mapping[str, Any]], None]:
-    """A `data_check` that refuses numbers outside a range with `UnsafeIndices`, which does not tell them.
+) -> dict[str, Any]:
+    """Attributes of a record with an operand of indices, which refuse those outside a range: `UnsafeIndices`.
 
     Args:
         operator: Its name.
-        operand: Name of the numbers, of any type.
+        operand: Name of the indices, whole numbers of any type.
         stop: From operands and attributes, one more than the largest; the smallest is 0.
         meaning: What `stop` is.
-        ignored: An attribute with a number that is legal, too, if it fits int32, in which kernels compare.
+        ignored: An attribute with an index that is legal, too, if it fits int32, in which kernels compare.
     """
 
     def data_check(inputs: Arrays, attrs: Mapping[str, Any]) -> None:
@@ -50,4 +49,4 @@ def check(
             problem = f"found a number outside at [{place}]; expected {allowed}"
             raise UnsafeIndices(f"{operator}: {operand}: {problem}", operator=operator, operand=operand)
 
-    return data_check
+    return {"data_check": data_check, "checked_operands": (operand,), "unsafe": UnsafeIndices.default_reason}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,6 @@ from npugrad.changes import numbered, reshaped
 from npugrad.dtypes import DType
 from npugrad.error_table import PARAM_INVALID, TILING_ERROR
 from npugrad.meta import INT64_MAX, TensorMeta
-from npugrad.operator import Finding
 from npugrad.ops import _indices
 from npugrad.page import Page
 from npugrad.products import Product
@@ -38,6 +38,10 @@ def _width(call: CallMeta) -> int:
 
 def _rows(call: CallMeta) -> int:
     return prod(call.tensor("grad").shape[:-1])
+
+
+def _first(count: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    return shape[:count]
 
 
 def _like_weights(call: CallMeta) -> TensorMeta:
@@ -73,10 +77,9 @@ p.rule(rules.not_null, _ALL, row=1, check=2)
 p.rule(rules.dtype_in(), _ALL, row=1, check=[3, 4, 5])
 p.rule(rules.same_dtype("grad"), "grad_weight", requires=("{}.dtype", "grad.dtype"), **rules.SAID)
 for _name, _low in (("grad", 2), ("indices", 1)):
-    _others = reshaped(lambda shape, low=_low: shape[: low - 1], lambda shape: (*shape, *(1,) * 9))
-    p.rule(
-        rules.rank_in(_low, 8, is_low_checked=False), _name, row=2, check=6, breaks=p.edited(_name, _others)
-    )
+    _FEWER = reshaped(partial(_first, _low - 1), lambda shape: (*shape, *(1,) * 9))
+    _RANK = rules.rank_in(_low, 8, is_low_checked=False)
+    p.rule(_RANK, _name, row=2, check=6, breaks=p.edited(_name, _FEWER))
 p.rule(
     rules.count("rows of grad", _rows, text="has one element for each row of grad"),
     "indices",
@@ -102,20 +105,12 @@ p.rule(
     check=(6, 8, 9),
     requires=("grad.rank", "num_weights.limit"),
 )
-
-
-def _has_words(call: CallMeta) -> Finding | None:
-    return Finding("0", "1 or more") if call.tensor("grad").size and not _words(call) else None
-
-
 p.rule(
-    rules.special(
-        "positive", "is above 0 if grad is not empty", _has_words, numbered("num_weights", (0,)), "grad"
-    ),
-    "num_weights",
+    rules.in_range("numWeights", numbered("num_weights", (0,))),
+    "indices",
     check=12,
     code=TILING_ERROR,
-    requires=("grad.rank",),
+    requires=("indices.count",),
     vendor=lambda call: TILING_ERROR if call.attrs["scale_grad_by_freq"] else "accepts",
     pick="The document has indices below numWeights; the vendor's source refuses 0 only in the tiling, if "
     "scaleGradByFreq is true. npugrad: 561002.",
@@ -141,19 +136,11 @@ EMBEDDING_DENSE_BACKWARD = p.record(
     reference=reference,
     sizes={"num_weights": 9},
     models=(
-        model(
-            "encoder",
-            "transformer, 8 sequences of 128 of 30522 words",
-            words=(8, 128),
-            d=768,
-            num_weights=30522,
-        ),
+        model("encoder", "transformer, 1024 of 30522 words", words=(8, 128), d=768, num_weights=30522),
         model("decoder", "language model, 2048 of 32000 words", words=(1, 2048), d=1024, num_weights=32000),
     ),
     min_cann="8.5",
-    data_check=_indices.check(NAME, "indices", lambda inputs, attrs: attrs["num_weights"], "num_weights"),
-    checked_operands=("indices",),
-    unsafe="UNSAFE_INDICES",
+    **_indices.checked(NAME, "indices", lambda inputs, attrs: attrs["num_weights"], "num_weights"),
     binding=TorchBinding(
         "aten.embedding_dense_backward",
         tuple(name for name in p.params if not p.is_output(name)),

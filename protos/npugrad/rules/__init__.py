@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from npugrad.rules._attributes import at_least, at_most, dim_of, divisible_by, entries, one_of_choices
-from npugrad.rules._derived import first_axis_of, format_by_rank, nd_or_public, same_format, shape_among
+from npugrad.rules._derived import (
+    first_axis_of,
+    format_by_rank,
+    in_range,
+    nd_or_public,
+    same_format,
+    shape_among,
+)
 from npugrad.rules._operands import (
     dtype_in,
     format_in,
@@ -28,12 +35,12 @@ from npugrad.rules._shapes import (
     shape_is,
     size_in,
 )
-from npugrad.rules._words import FLOATS, SAID, listed, present, shape_text
+from npugrad.rules._words import FLOATS, SAID, any_empty, listed, present, shape_text
 
 __all__ = [
-    "FLOATS", "SAID", "at_least", "at_most", "broadcast", "broadcastable", "count", "dim_of",
+    "FLOATS", "SAID", "any_empty", "at_least", "at_most", "broadcast", "broadcastable", "count", "dim_of",
     "divisible_by", "dtype_in", "entries", "first_axis_of", "format_by_rank", "format_in", "format_not",
-    "has_axes", "last_axis", "listed", "nd_or_public", "not_null", "of_sizes", "one_of_choices",
+    "has_axes", "in_range", "last_axis", "listed", "nd_or_public", "not_null", "of_sizes", "one_of_choices",
     "present", "product", "promoted", "promoted_dtype", "rank_in", "same_dtype", "same_format",
     "same_shape", "same_size", "shape_among", "shape_is", "shape_text", "size_in", "special",
 ]  # fmt: skip

@@ -9,15 +9,17 @@ from npugrad import changes
 from npugrad.dtypes import Format
 from npugrad.error_table import PARAM_INVALID
 from npugrad.meta import INT64_MAX
+from npugrad.operator import Finding
+from npugrad.page import Page, Rule
 from npugrad.rules._operands import format_in
 from npugrad.rules._words import listed, of_attr, of_tensor, present, shape_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from npugrad.changes import Candidates
     from npugrad.meta import CallMeta, TensorMeta
     from npugrad.operator import VendorCode
-    from npugrad.page import Page, Rule
     from npugrad.rules._words import Kind, Said, Shape
 
 _PRIVATE = (Format.FRACTAL_NZ, Format.FRACTAL_Z, Format.NC1HWC0, Format.NDC1HWC0, Format.FRACTAL_Z_3D)
@@ -79,5 +81,18 @@ def first_axis_of(output: str, row_bytes: Callable[[CallMeta], int]) -> Kind:
     def kind(page: Page, name: str) -> Rule:
         text = f"rows of {page.params[output].c_name} are at most 2^63 - 1 bytes"
         return of_attr("limit", text, judge, (INT64_MAX + 1,))(page, name)
+
+    return kind
+
+
+def in_range(stop: str, breaks: Candidates) -> Kind:
+    """Where there are indices, there is something that they can be: the end of their range is not 0."""
+
+    def kind(page: Page, name: str) -> Rule:
+        def check(call: CallMeta) -> Finding | None:
+            is_in = not call.tensor(name).size or page.bounds[name](call) > 0
+            return None if is_in else Finding(f"{stop} 0", f"1 or more, as {name} is not empty")
+
+        return Rule(kind="range", text=f"has elements only if {stop} is above 0", check=check, breaks=breaks)
 
     return kind

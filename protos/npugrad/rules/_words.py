@@ -49,6 +49,11 @@ def present(call: CallMeta, name: str) -> TensorMeta | None:
     return call.inputs.get(name) or call.declared(name)
 
 
+def any_empty(*names: str) -> Callable[[CallMeta], bool]:
+    """Whether one of some operands has no elements."""
+    return lambda call: any(meta is not None and not meta.size for meta in map(call.inputs.get, names))
+
+
 def of_tensor(
     kind: str,
     text: str,
@@ -90,10 +95,7 @@ def of_attr(
             said = judge(call, name)
             return Finding(*said) if said else None
 
-        words, breaks = (
-            text.format(*(page.params[each].c_name for each in about)),
-            changes.numbered(name, others),
-        )
-        return Rule(kind=kind, text=words, check=check, breaks=breaks, about=about)
+        words = text.format(*(page.params[each].c_name for each in about))
+        return Rule(kind=kind, text=words, check=check, breaks=changes.numbered(name, others), about=about)
 
     return made
