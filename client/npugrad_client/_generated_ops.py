@@ -1091,10 +1091,11 @@ class Operators(ABC):
             grad_out: (N, C, ...), rank 2 to 8. Gradient of the output. float32, float16 or bfloat16.
             input: Shape, dtype and format of grad_out. The forward input. float32, float16 or bfloat16.
             weight: (C), dtype of grad_out. Scale, ones when null.
-            running_mean: (C), dtype of grad_out. Mean if training is false, zeros when null.
-            running_var: (C), dtype of grad_out. Variance if training is false, not negative, ones when null.
-            save_mean: (C), dtype of grad_out. Mean if training is true, zeros when null; else (0) will do.
-            save_invstd: (C), dtype of grad_out. Reciprocal standard deviation if training is true, ones when
+            running_mean: (C), dtype of grad_out. If training is false: the mean, zeros when null.
+            running_var: (C), dtype of grad_out. If training is false: the variance, ones when null.
+            save_mean: (C), dtype of grad_out. If training is true: the mean, zeros when null; else (0) will
+                do.
+            save_invstd: (C), dtype of grad_out. If training is true: reciprocal standard deviation, ones when
                 null; else (0) will do.
             training: Whether the saved statistics were used, or the running ones.
             eps: Added to running_var if training is false.
@@ -1269,15 +1270,15 @@ class Operators(ABC):
     ) -> NLLLossBackwardResult:
         """Gradient of the negative log likelihood loss with respect to its input.
 
-        Vendor page: aclnnNLLLossBackward. `npugrad explain nll_loss_backward` lists its 26 constraints.
+        Vendor page: aclnnNLLLossBackward. `npugrad explain nll_loss_backward` lists its 27 constraints.
 
         Args:
             grad_output: (N) if reduction is 0 and input is (N, C), else (1) or (). Gradient of the loss.
                 float32, float16 or bfloat16.
-            input: (N, C) or (C), dtype of grad_output. The forward input, not read.
-            target: (N) or (), input without C. Class of each sample: 0 to C - 1, or ignore_index. int64,
-                uint8 or int32.
-            weight: (C), dtype of input. Weight of each class; ones where PyTorch has none.
+            input: (N, C) or (C), dtype of grad_output. Forward input, not read.
+            target: Shape of input without C. Class of each sample, 0 to C - 1, or ignore_index. int64, uint8
+                or int32.
+            weight: (C), dtype of input. Weight of each class; PyTorch's default is ones.
             reduction: Of the loss: 0 (none), 1 (mean) or 2 (sum). Or by name: "none", "mean" or "sum".
             ignore_index: Target whose samples have no gradient.
             total_weight: (1) or (), dtype of input. Sum of the weights of the targets, used if reduction is
@@ -2142,10 +2143,11 @@ class AsyncOperators(ABC):
             grad_out: (N, C, ...), rank 2 to 8. Gradient of the output. float32, float16 or bfloat16.
             input: Shape, dtype and format of grad_out. The forward input. float32, float16 or bfloat16.
             weight: (C), dtype of grad_out. Scale, ones when null.
-            running_mean: (C), dtype of grad_out. Mean if training is false, zeros when null.
-            running_var: (C), dtype of grad_out. Variance if training is false, not negative, ones when null.
-            save_mean: (C), dtype of grad_out. Mean if training is true, zeros when null; else (0) will do.
-            save_invstd: (C), dtype of grad_out. Reciprocal standard deviation if training is true, ones when
+            running_mean: (C), dtype of grad_out. If training is false: the mean, zeros when null.
+            running_var: (C), dtype of grad_out. If training is false: the variance, ones when null.
+            save_mean: (C), dtype of grad_out. If training is true: the mean, zeros when null; else (0) will
+                do.
+            save_invstd: (C), dtype of grad_out. If training is true: reciprocal standard deviation, ones when
                 null; else (0) will do.
             training: Whether the saved statistics were used, or the running ones.
             eps: Added to running_var if training is false.
@@ -2307,15 +2309,15 @@ class AsyncOperators(ABC):
     ) -> NLLLossBackwardResult:
         """Gradient of the negative log likelihood loss with respect to its input.
 
-        Vendor page: aclnnNLLLossBackward. `npugrad explain nll_loss_backward` lists its 26 constraints.
+        Vendor page: aclnnNLLLossBackward. `npugrad explain nll_loss_backward` lists its 27 constraints.
 
         Args:
             grad_output: (N) if reduction is 0 and input is (N, C), else (1) or (). Gradient of the loss.
                 float32, float16 or bfloat16.
-            input: (N, C) or (C), dtype of grad_output. The forward input, not read.
-            target: (N) or (), input without C. Class of each sample: 0 to C - 1, or ignore_index. int64,
-                uint8 or int32.
-            weight: (C), dtype of input. Weight of each class; ones where PyTorch has none.
+            input: (N, C) or (C), dtype of grad_output. Forward input, not read.
+            target: Shape of input without C. Class of each sample, 0 to C - 1, or ignore_index. int64, uint8
+                or int32.
+            weight: (C), dtype of input. Weight of each class; PyTorch's default is ones.
             reduction: Of the loss: 0 (none), 1 (mean) or 2 (sum). Or by name: "none", "mean" or "sum".
             ignore_index: Target whose samples have no gradient.
             total_weight: (1) or (), dtype of input. Sum of the weights of the targets, used if reduction is

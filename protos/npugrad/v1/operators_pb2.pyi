@@ -1357,19 +1357,19 @@ class BatchNormBackwardRequest(google.protobuf.message.Message):
 
     @property
     def running_mean(self) -> npugrad.v1.tensor_pb2.Tensor:
-        """(C), dtype of grad_out. Mean if training is false, zeros when null."""
+        """(C), dtype of grad_out. If training is false: the mean, zeros when null."""
 
     @property
     def running_var(self) -> npugrad.v1.tensor_pb2.Tensor:
-        """(C), dtype of grad_out. Variance if training is false, not negative, ones when null."""
+        """(C), dtype of grad_out. If training is false: the variance, ones when null."""
 
     @property
     def save_mean(self) -> npugrad.v1.tensor_pb2.Tensor:
-        """(C), dtype of grad_out. Mean if training is true, zeros when null; else (0) will do."""
+        """(C), dtype of grad_out. If training is true: the mean, zeros when null; else (0) will do."""
 
     @property
     def save_invstd(self) -> npugrad.v1.tensor_pb2.Tensor:
-        """(C), dtype of grad_out. Reciprocal standard deviation if training is true, ones when null; else (0) will
+        """(C), dtype of grad_out. If training is true: reciprocal standard deviation, ones when null; else (0) will
         do.
         """
 
@@ -1568,15 +1568,15 @@ class NLLLossBackwardRequest(google.protobuf.message.Message):
 
     @property
     def input(self) -> npugrad.v1.tensor_pb2.Tensor:
-        """(N, C) or (C), dtype of grad_output. The forward input, not read."""
+        """(N, C) or (C), dtype of grad_output. Forward input, not read."""
 
     @property
     def target(self) -> npugrad.v1.tensor_pb2.Tensor:
-        """(N) or (), input without C. Class of each sample: 0 to C - 1, or ignore_index."""
+        """Shape of input without C. Class of each sample, 0 to C - 1, or ignore_index."""
 
     @property
     def weight(self) -> npugrad.v1.tensor_pb2.Tensor:
-        """(C), dtype of input. Weight of each class; ones where PyTorch has none."""
+        """(C), dtype of input. Weight of each class; PyTorch's default is ones."""
 
     @property
     def total_weight(self) -> npugrad.v1.tensor_pb2.Tensor:
