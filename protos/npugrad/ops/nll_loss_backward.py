@@ -74,14 +74,9 @@ p.input(
 p.input("weight", _F, "(C), dtype of input. Weight of each class; PyTorch's default is ones.", axes="c")
 p.attr("reduction", "int64", "Of the loss: 0 (none), 1 (mean) or 2 (sum).", choices=_REDUCTIONS)
 p.attr("ignore_index", "int64", "Target whose samples have no gradient.", (-100, 1))
-p.input(
-    "total_weight",
-    _F,
-    "(1) or (), dtype of input. Sum of the weights of the targets, used if reduction is mean.",
-    axes="1",
-    draw=Draw("uniform", (0.5, 2.0)),
-    device_view=lambda meta: meta.shape or (1,),  # the only one on the page
-)
+_TOTAL = "(1) or (), dtype of input. Sum of the weights of the targets, used if reduction is mean."
+p.input("total_weight", _F, _TOTAL, axes="1", draw=Draw("uniform", (0.5, 2.0)),
+        device_view=lambda meta: meta.shape or (1,))  # the only one on the page
 p.output("grad_input", "input", "Shape and dtype of input. Gradient of input.", c_name="out")
 
 _RANKED = ("input.rank",)
