@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from npugrad.meta import CallMeta
     from npugrad.operator import Arrays, VendorCode
 
+# fmt: off
 DOCUMENT = "aclnnBatchNormBackward"
 _MEAN, _RSTD = normalisation.MEAN, normalisation.RSTD
 _FORMATS = {2: Format.NC, 3: Format.NCL, 4: Format.NCHW, 5: Format.NCDHW}
@@ -56,15 +57,13 @@ p = Page(DOCUMENT, "ops-nn", dict.fromkeys(Product, DOCUMENT), keeps_format=True
 p.input("grad_out", rules.FLOATS, "(N, C, ...), rank 2 to 8. Gradient of the output.", axes="n c *spatial")
 p.input("input", "grad_out", "Shape, dtype and format of grad_out. The forward input.")
 _C: dict[str, Any] = {"axes": "c", "optional": True}
-p.input(
-    "weight", "grad_out", "(C), dtype of grad_out. Scale, ones when null.", draw=normalisation.SCALE, **_C
-)
+p.input("weight", "grad_out", "(C), dtype of grad_out. Scale, ones when null.", draw=normalisation.SCALE,
+    **_C)
 _IF = "(C), dtype of grad_out. If training is"
 p.input("running_mean", "grad_out", f"{_IF} false: the mean, zeros when null.", draw=_MEAN, **_C)
 p.input("running_var", "grad_out", f"{_IF} false: the variance, ones when null.", draw=_RSTD, **_C)
-p.input(
-    "save_mean", "grad_out", f"{_IF} true: the mean, zeros when null; else (0) will do.", draw=_MEAN, **_C
-)
+p.input("save_mean", "grad_out", f"{_IF} true: the mean, zeros when null; else (0) will do.", draw=_MEAN,
+    **_C)
 _DEVIATION = f"{_IF} true: reciprocal standard deviation, ones when null; else (0) will do."
 p.input("save_invstd", "grad_out", _DEVIATION, draw=_RSTD, **_C)
 p.attr("training", "bool", "Whether the saved statistics were used, or the running ones.", (True, False))

@@ -59,18 +59,13 @@ def _finished(call: CallMeta) -> CallMeta:
     return call.with_inputs(grad_output=TensorMeta(call.tensor("input").dtype, _gradients(call)[0]))
 
 
+# fmt: off
 p = Page(DOCUMENT, "ops-nn", dict.fromkeys(Product, DOCUMENT), finished=_finished)
 p.input("grad_output", _F, "(N) if reduction is 0 and input is (N, C), else (1) or (). Gradient of the loss.")
-p.input(
-    "input", _F, "(N, C) or (C), dtype of grad_output. Forward input, not read.", axes="*n c", c_name="self"
-)
-p.input(
-    "target",
-    _TARGETS,
-    "Shape of input without C. Class of each sample, 0 to C - 1, or ignore_index.",
-    axes="*n",
-    below=lambda call: _classes(call)[0],
-)
+p.input("input", _F, "(N, C) or (C), dtype of grad_output. Forward input, not read.", axes="*n c",
+    c_name="self")
+p.input("target", _TARGETS, "Shape of input without C. Class of each sample, 0 to C - 1, or ignore_index.",
+    axes="*n", below=lambda call: _classes(call)[0])
 p.input("weight", _F, "(C), dtype of input. Weight of each class; PyTorch's default is ones.", axes="c")
 p.attr("reduction", "int64", "Of the loss: 0 (none), 1 (mean) or 2 (sum).", choices=_REDUCTIONS)
 p.attr("ignore_index", "int64", "Target whose samples have no gradient.", (-100, 1))
@@ -81,52 +76,29 @@ p.output("grad_input", "input", "Shape and dtype of input. Gradient of input.", 
 
 _RANKED = ("input.rank",)
 p.rule(rules.not_null, _ALL, row=1, check=1)
-p.rule(
-    rules.dtype_in(),
-    "input",
-    row=1,
-    check=6,
-    pick="The document lists BFLOAT16; the vendor's source has none on Atlas training. npugrad: nor has it.",
-)
+p.rule(rules.dtype_in(), "input", row=1, check=6,
+    pick="The document lists BFLOAT16; the vendor's source has none on Atlas training. npugrad: nor has it.")
 p.rule(rules.dtype_in(), "target grad_input", row=[1, None], check=[7, 5])
 p.rule(rules.same_dtype("input"), "grad_output weight total_weight", row=(1, 2), check=[3, 2, 4])
 p.rule(rules.same_dtype("input"), "grad_input", requires=("input.dtype", "grad_input.dtype"), **rules.SAID)
 p.rule(rules.one_of_choices(), "reduction", row=4, check=8)
 p.rule(rules.rank_in(1, 2), "input", row=3, check=9)
-p.rule(
-    rules.shape_is(_batch, "that of input without C", "input", text="has the shape of self without C"),
-    "target",
-    check=(10, 11),
-    breaks=shaped({"target": _classes}, {"target": lambda call: (9, 9)}),
+p.rule(rules.shape_is(_batch, "that of input without C", "input", text="has the shape of self without C"),
+    "target", check=(10, 11), breaks=shaped({"target": _classes}, {"target": lambda call: (9, 9)}),
     vendor=_vendor_on_target,
     pick="The document wants () for self (C); the vendor's source takes (C) as well. npugrad: refused.",
-    requires=_RANKED,
-)
+    requires=_RANKED)
 _IS_C = rules.shape_is(_classes, "(C) of input", "input", text="has one element for each class")
 p.rule(_IS_C, "weight", row=3, check=12, requires=_RANKED)
-p.rule(
-    rules.shape_among(_one, "has shape (1) or ()"),
-    "total_weight",
-    row=3,
-    check=13,
-    vendor=_vendor_on_one,
-    pick="The document says (1), PyTorch passes (), the vendor's source counts elements. npugrad: (1) or ().",
-)
-p.rule(
-    rules.shape_among(_gradients, "has shape (N) if reduction is 0 and self (N, C), else (1) or ()", "input"),
-    "grad_output",
-    row=3,
-    check=14,
-    requires=("input.rank", "reduction.choice"),
-)
+p.rule(rules.shape_among(_one, "has shape (1) or ()"), "total_weight", row=3, check=13, vendor=_vendor_on_one,
+    pick="The document says (1), PyTorch passes (), the vendor's source counts elements. npugrad: (1) or ().")
+p.rule(rules.shape_among(_gradients, "has shape (N) if reduction is 0 and self (N, C), else (1) or ()",
+        "input"), "grad_output", row=3, check=14, requires=("input.rank", "reduction.choice"))
 p.rule(rules.same_shape("input"), "grad_input", row=3, check=15)
-p.rule(
-    rules.in_range("C", shaped({"input": lambda call: (*_batch(call), 0), "weight": lambda call: (0,)})),
-    "target",
-    vendor="accepts",
+p.rule(rules.in_range("C", shaped({"input": lambda call: (*_batch(call), 0), "weight": lambda call: (0,)})),
+    "target", vendor="accepts",
     pick="The document has targets below C; the vendor's source takes an empty self. npugrad: refused.",
-    requires=_RANKED,
-)
+    requires=_RANKED)
 p.rule(rules.format_in(Format.ND), _ALL, **rules.SAID)
 
 p.not_expressible("an empty self is no error: there is nothing to compute", check=16)
@@ -144,24 +116,13 @@ def _weight(given: Mapping[str, Any]) -> Any:
     return data.new_ones(data.shape[-1]) if weight is None else weight
 
 
-NLL_LOSS_BACKWARD = p.record(
-    NAME,
-    wire=12,
-    summary="Gradient of the negative log likelihood loss with respect to its input.",
-    reads=_reads,
-    reference=reference,
-    sizes={"n": (3,), "c": 4},
-    models=(
-        model("language", "language model, 256 of 32000 words", n=(256,), c=32000, reduction=1),
-        model("classes", "image classification, 256 images of 1000 classes", n=(256,), c=1000, reduction=1),
-    ),
+NLL_LOSS_BACKWARD = p.record(NAME, wire=12,
+    summary="Gradient of the negative log likelihood loss with respect to its input.", reads=_reads,
+    reference=reference, sizes={"n": (3,), "c": 4},
+    models=(model("language", "language model, 256 of 32000 words", n=(256,), c=32000, reduction=1),
+        model("classes", "image classification, 256 images of 1000 classes", n=(256,), c=1000, reduction=1)),
     min_cann="8.5",
     **_indices.checked(NAME, "target", lambda inputs, attrs: inputs["input"].shape[-1], "C", "ignore_index"),
-    binding=TorchBinding(
-        "aten.nll_loss_backward",
-        tuple(name for name in p.params if not p.is_output(name)),
-        made={"target": lambda given: given["target"].long()},
-        back={"weight": _weight},
-    ),
-)
+    binding=TorchBinding("aten.nll_loss_backward", tuple(name for name in p.params if not p.is_output(name)),
+        made={"target": lambda given: given["target"].long()}, back={"weight": _weight}))
 """The record; order of parameters is the order of aclnnNLLLossBackwardGetWorkspaceSize."""

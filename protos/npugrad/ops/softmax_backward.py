@@ -10,7 +10,6 @@ import numpy as np
 from npugrad import rules
 from npugrad.binding import TorchBinding
 from npugrad.dtypes import Format
-from npugrad.error_table import PARAM_INVALID
 from npugrad.generators import Draw
 from npugrad.page import Page
 from npugrad.products import Product
@@ -20,42 +19,32 @@ from npugrad.workloads import model
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from npugrad.meta import CallMeta
-    from npugrad.operator import Arrays, VendorCode
+    from npugrad.operator import Arrays
 
 # fmt: off
 DOCUMENT = "aclnnSoftmaxBackward"
 _ALL = "grad_output output grad_input"
+_EMPTY = rules.any_empty("grad_output", "output")
 
-
-def _vendor(call: CallMeta) -> VendorCode:
-    """Empty operands are accepted before anything but null pointers is checked."""
-    is_empty = not call.tensor("grad_output").size or not call.tensor("output").size
-    return "accepts" if is_empty else PARAM_INVALID
-
-
-_UNLESS_EMPTY: dict[str, Any] = {"vendor": _vendor,
-    "pick": "The document excepts nothing; the vendor's source accepts empty operands. npugrad: refused."}
-
-p = Page(DOCUMENT, "ops-nn", dict.fromkeys(Product, DOCUMENT))
+p = Page(DOCUMENT, "ops-nn", dict.fromkeys(Product, DOCUMENT), unexamined=_EMPTY)
 p.input("grad_output", rules.FLOATS, "(*S), rank 0 to 8. Gradient of the output.", axes="*shape")
 p.input("output", "grad_output", "(*S), dtype of grad_output. The forward output.", draw=Draw("uniform"))
 p.attr("dim", "int64", "Axis of the softmax, from -rank to rank - 1.", (-1, 0))
 p.output("grad_input", "output", "(*S), a type of grad_output. Gradient of the input.", c_name="out")
 
 p.rule(rules.not_null, _ALL, row=1, check=1)
-p.rule(rules.dtype_in(), "grad_output", row=2, check=(3, 4), vendor=_vendor,
+p.rule(rules.dtype_in(), "grad_output", row=2, check=(3, 4),
     pick="The document has BFLOAT16 on every product; the vendor's source refuses it on the Atlas training "
-    "series, and accepts empty operands of any type. npugrad: refused.")
+    "series. npugrad: refused.")
 p.rule(rules.dtype_in(), "grad_input", vendor="accepts", pick="The document lists three types and names "
     "others in a note; the vendor's source casts to any. npugrad: those listed.")
-p.rule(rules.same_dtype("grad_output"), "output", row=3, check=(5, 6), **_UNLESS_EMPTY)
-p.rule(rules.dim_of("grad_output"), "dim", row=1, check=7, **_UNLESS_EMPTY)
-p.rule(rules.rank_in(0, 8), "grad_output", check=8, **_UNLESS_EMPTY)
-p.rule(rules.same_shape("grad_output"), "output grad_input", row=4, check=[9, 10], **_UNLESS_EMPTY)
+p.rule(rules.same_dtype("grad_output"), "output", row=3, check=(5, 6))
+p.rule(rules.dim_of("grad_output"), "dim", row=1, check=7)
+p.rule(rules.rank_in(0, 8), "grad_output", check=8)
+p.rule(rules.same_shape("grad_output"), "output grad_input", row=4, check=[9, 10])
 p.rule(rules.format_in(Format.ND), _ALL, **rules.SAID)
 
-p.not_expressible("empty operands are no error: empty results", check=2)
+p.not_expressible("empty operands succeed before any other check; npugrad checks them", check=2)
 p.not_expressible("the operator is deterministic by default", entry=1)
 
 

@@ -17,9 +17,9 @@ _ELEMENT_BYTES = 32
 
 
 def reference(
-    inputs: Mapping[str, npt.NDArray[Any] | None],
+    inputs: Mapping[str, Any],
     attrs: Mapping[str, Any],
-    outputs: Mapping[str, npt.NDArray[Any]],
+    outputs: Mapping[str, Any],
     *,
     scratch_bytes: int = SCRATCH_BYTES,
 ) -> None:
@@ -33,14 +33,14 @@ def reference(
     """
     for target in outputs.values():
         arrays = (inputs["grad_output"], inputs["output"], target)
-        gradient, values, result = (np.moveaxis(np.atleast_1d(a), attrs["dim"], -1) for a in arrays)  # type: ignore[arg-type]
+        gradient, values, result = (np.moveaxis(np.atleast_1d(array), attrs["dim"], -1) for array in arrays)
         *rows, length = result.shape
         parts = [*spans(length, _ELEMENT_BYTES, scratch_bytes)]
         row_bytes = min(length * _ELEMENT_BYTES, scratch_bytes) + 16
         for tile in tiles(tuple(rows), row_bytes, scratch_bytes):
-            blocks = ((*tile, part) for part in parts)
+            blocks = [(*tile, part) for part in parts]
             total = sum(np.sum(_read(gradient[b]) * _read(values[b]), axis=-1, keepdims=True) for b in blocks)
-            for block in ((*tile, part) for part in parts):
+            for block in blocks:
                 with np.errstate(all="ignore"):
                     store(result[block], (_read(gradient[block]) - total) * _read(values[block]))
 
