@@ -73,6 +73,7 @@ def _parameter(parameter: Parameter, free: set[str]) -> dict[str, Any]:
         "dtypes": parameter.dtypes,
         "ranks": parameter.ranks,
         "formats": parameter.formats,
+        "values": parameter.values,
     }
 
 

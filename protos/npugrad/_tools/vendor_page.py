@@ -39,6 +39,7 @@ _TYPES = {"FLOAT": "float32", "DOUBLE": "float64"}
 _LIMIT = re.compile(r"(.*?)(不|仅|)支持([A-Z][A-Z\d_、和 ]+)(?:数据类型)?，?")
 _RANK = re.compile(r"(?:支持)?(\d)维?(?:[-~、/或和](\d))?(?!\w)", re.ASCII)
 _AXES = re.compile(r"[(（\[]([^)）\]]*)[)）\]]")
+_VALUE = re.compile(r"(?<![\w.])(\d+)\s*[:：(（]\s*['\"‘“]?[A-Za-z]", re.ASCII)
 # A parameter in a list instead of a table: "- grad(aclTensor*, input): what it is".
 _LISTED = re.compile(r"(\w+)\s*[(（]\w+ ?\**\s*[,，]\s*(\w+)[)）]\s*[:：](.*)")
 _PRODUCTS = {
@@ -64,6 +65,7 @@ class Parameter:
         ranks: Minimum and maximum rank of a tensor; None if the page does not say.
         formats: Storage formats of a tensor, as on the page.
         like: C name of the tensor whose shape it has according to the page; empty if the page does not say.
+        values: Numbers that an integer may be, if the page names what each means.
     """
 
     c_name: str
@@ -77,6 +79,7 @@ class Parameter:
     ranks: tuple[int, int] | None
     formats: tuple[str, ...]
     like: str
+    values: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -180,13 +183,11 @@ def _sections(text: str) -> dict[str, str]:
     return dict(reversed(list(zip(parts[::2], parts[1::2], strict=True))))
 
 
-def _html(section: str) -> BeautifulSoup:
-    return BeautifulSoup(_MARKDOWN.render(section), "html.parser")
-
-
 def _tables(section: str) -> Iterator[list[list[str]]]:
     """Tables as lines of cells; a cell that spans lines or columns is repeated in each."""
-    for table in _html(section).find_all("table"):
+    # Each by itself: a stray end tag in a cell would end the list around the table.
+    for html in re.findall("<table.*?</table>", _MARKDOWN.render(section), re.DOTALL):
+        table = BeautifulSoup(html, "html.parser")
         grid: list[dict[int, str]] = [{} for _ in table.find_all("tr")]
         for line, row in enumerate(table.find_all("tr")):
             for cell in row.find_all(["td", "th"]):
@@ -259,11 +260,7 @@ def _cell(described: Mapping[str, _Described], c_name: str, column: str) -> str:
 
 
 def _parameter(
-    function: str,
-    c_type: str,
-    c_name: str,
-    described: Mapping[str, _Described],
-    products: tuple[Product, ...],
+    op: str, c_type: str, c_name: str, described: Mapping[str, _Described], products: tuple[Product, ...]
 ) -> Parameter:
     row = described.get(_key(c_name), _Described(""))
     is_tensor, short = c_type == TENSOR, c_name.removesuffix("Optional")
@@ -274,7 +271,7 @@ def _parameter(
     formats = _cell(described, c_name, "formats") if is_tensor else ""
     return Parameter(
         c_name=c_name,
-        name=python_name(c_name, function=function, is_output=is_output),
+        name=python_name(c_name, function=op, is_output=is_output),
         kind=None if is_tensor else _KINDS[c_type],
         is_output=is_output,
         is_optional=c_type.endswith("*") and (short != c_name or "可选" in row.role),
@@ -284,6 +281,7 @@ def _parameter(
         ranks=ranks if is_tensor else None,
         formats=tuple(name for name in re.findall(r"[A-Z][A-Z\d_]+", formats) if name in Format.__members__),
         like=next(iter(_LIKE.findall(row.usage)), ""),
+        values=tuple(dict.fromkeys(map(int, _VALUE.findall(row.usage)))) if "int" in c_type else (),
     )
 
 
@@ -382,7 +380,8 @@ def _coded(section: str) -> Iterator[tuple[str, str]]:
 
 def _entries(section: str) -> Iterator[tuple[str, str, str]]:
     """The innermost list entries of the constraints, without tables in them."""
-    outside = [entry for entry in _html(section).find_all("li") if entry.find_parent("table") is None]
+    html = BeautifulSoup(_MARKDOWN.render(section), "html.parser")
+    outside = [entry for entry in html.find_all("li") if entry.find_parent("table") is None]
     for number, entry in enumerate((entry for entry in outside if entry.find("li") is None), start=1):
         texts = (text for text in entry.find_all(string=True) if text.find_parent("table") is None)
         yield "constraints", f"entry {number}", " ".join("".join(texts).split())
