@@ -1,4 +1,4 @@
-"""The comparison finds every mistake and excuses what is documented; signatures are those of the records."""
+"""The comparison finds every mistake and excuses what is documented."""
 
 from __future__ import annotations
 
@@ -6,11 +6,6 @@ from typing import Any
 
 import pytest
 from tests.congruence.arguments import ND, differences
-from tests.congruence.signatures import SIGNATURES, CParameter
-
-from npugrad.attributes import KINDS
-from npugrad.operator import OpRecord, Param, TensorParam
-from npugrad.ops import OPERATORS
 
 NCHW, NCDHW = 0, 30
 
@@ -93,14 +88,3 @@ RANK4 = {"shape": [1, 2, 3, 1], "strides": [6, 3, 1, 1], "storage": [1, 2, 3, 1]
 )
 def test_what_is_documented_is_excused_and_nothing_near_it(mine: Any, other: Any, excuses: list[str]) -> None:
     assert [one.excuse for one in differences(plan(mine), plan(other))] == excuses
-
-
-def as_c(param: Param) -> CParameter:
-    """A parameter of a record as the document prints it."""
-    c_type = "aclTensor*" if isinstance(param, TensorParam) else KINDS[param.type].c_type
-    return CParameter(param.c_name, c_type)
-
-
-@pytest.mark.parametrize("record", OPERATORS.values(), ids=OPERATORS)
-def test_the_record_has_the_printed_signature(record: OpRecord) -> None:
-    assert tuple(map(as_c, record.params)) == SIGNATURES[record.aclnn_name]

@@ -23,8 +23,8 @@ from tests.cann_sim.report import HOST_OBJECTS, Report, leaks
 from tests.congruence.arguments import DOCUMENTED, ND, differences, elements, names, values
 from tests.congruence.combinations import Combination, combinations
 from tests.congruence.sides import BINDINGS
-from tests.congruence.signatures import SIGNATURES
 from tests.operators import GRID_SAMPLER_3D, GROUP_NORM, MSDA
+from tests.pages import load
 from tests.summary import Tally, tally_of
 from tests.worker_forks import ForkedWorker
 
@@ -220,7 +220,7 @@ def test_deformable_attention_follows_the_signature(
         assert (answer.error, len(answer.plans)) == ("", 1), answer.case.name
         (plan,) = answer.plans
         assert (plan["status"], plan["deterministic"]) == (0, int(answer.case.deterministic))
-        assert names(plan) == [parameter.name for parameter in SIGNATURES[MSDA.aclnn_name]]
+        assert names(plan) == [param.c_name for param in load("9.1.0")[MSDA.aclnn_name].params]
         metas = described(answer)
         for name, tensor in values(plan).items():
             check_tensor(name, tensor, metas[name])

@@ -16,7 +16,7 @@ RELEASES = ("8.5.0", "9.0.0", "9.1.0", "9.2.0-beta.1", "9.2.0-beta.2")
 
 @dataclass(frozen=True)
 class ParameterFacts:
-    """A parameter of the first phase; `type` is ``"tensor"`` or a kind of attribute."""
+    """A parameter of the first phase; `type` is ``"tensor"`` or a kind of attribute, `values` its modes."""
 
     c_name: str
     type: str
@@ -25,6 +25,7 @@ class ParameterFacts:
     dtypes: Mapping[Product, tuple[DType, ...]]
     ranks: tuple[int, int] | None
     formats: tuple[str, ...]
+    values: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -43,11 +44,17 @@ class Facts:
     constraints: int
     determinism: str | None
 
+    @property
+    def c_types(self) -> tuple[str, ...]:
+        """Types in the prototype, such as ``aclTensor*``, without const."""
+        return tuple(part.removeprefix("const ").split()[0] for part in self.prototype.split(", "))
+
 
 def _parameter(read: dict) -> ParameterFacts:
     dtypes = {Product(name): tuple(map(DType, names)) for name, names in read["dtypes"].items()}
     ranks = read["ranks"] and tuple(read["ranks"])
-    return ParameterFacts(**{**read, "dtypes": dtypes, "ranks": ranks, "formats": tuple(read["formats"])})
+    lists = {name: tuple(read[name]) for name in ("formats", "values")}
+    return ParameterFacts(**{**read, **lists, "dtypes": dtypes, "ranks": ranks})
 
 
 def _facts(read: dict) -> Facts:

@@ -4,11 +4,23 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-from ctypes import POINTER, c_bool, c_double, c_int32, c_int64, c_uint64, c_void_p
+from ctypes import (
+    POINTER,
+    c_bool,
+    c_char_p,
+    c_double,
+    c_float,
+    c_int,
+    c_int8,
+    c_int32,
+    c_int64,
+    c_uint64,
+    c_void_p,
+)
 
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.congruence.signatures import SIGNATURES
+from tests.pages import load
 
 from npugrad.ops import OPERATORS
 from npugrad_server.acl.faults import FAULTS, Action, fault_of
@@ -77,18 +89,17 @@ def test_any_two_numbers_have_an_action_and_a_refusal_is_never_more_than_that(co
 # ---------------------------------------------------------------------------------------- C types
 
 
-TYPES = {"int64_t": c_int64, "double": c_double, "bool": c_bool}
-"""What signatures have beside pointers."""
-
-
-def test_the_operators_are_those_with_a_known_signature() -> None:
-    assert {record.aclnn_name for record in OPERATORS.values()} == set(SIGNATURES)
+TYPES = {
+    **{"int64_t": c_int64, "uint64_t": c_uint64, "int": c_int, "int8_t": c_int8},
+    **{"float": c_float, "double": c_double, "bool": c_bool, "char*": c_char_p},
+}
+"""What prototypes have beside pointers."""
 
 
 def test_both_phases_have_the_types_of_the_headers() -> None:
     for record in OPERATORS.values():
         plan, launch = operator_symbols(record)
-        expected = [TYPES.get(parameter.type, c_void_p) for parameter in SIGNATURES[record.aclnn_name]]
+        expected = [TYPES.get(c_type, c_void_p) for c_type in load("9.1.0")[record.aclnn_name].c_types]
         assert plan.name == f"{record.aclnn_name}GetWorkspaceSize"
         assert list(plan.arguments) == [*expected, POINTER(c_uint64), POINTER(c_void_p)], record.name
         assert launch.name == record.aclnn_name
