@@ -11,6 +11,8 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from npugrad.profiles import profile_of
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
@@ -246,6 +248,9 @@ class OpRecord:
             results do not jump at pixel edges.
         checked_operands: Operands whose values `data_check` reads; of the others it may use only the shape.
         unsafe: Reason of what `data_check` raises.
+        release: Release of CANN whose pages it is written from; empty if older than all with public pages.
+        notes: What those pages say otherwise without a consequence here, by attribute of their facts.
+        profiles: Makes the record of another release with public pages.
     """
 
     name: str
@@ -277,6 +282,14 @@ class OpRecord:
     sampled: Callable[[Arrays, Mapping[str, Any]], SampledCall] | None = None
     checked_operands: tuple[str, ...] = ()
     unsafe: str = "UNSAFE_LEVELS"
+    release: str = ""
+    notes: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    profiles: Callable[[str], OpRecord] | None = None
+
+    def at(self, release: CannRelease | None) -> OpRecord:
+        """The record by the pages of a release of CANN; None for the pages that it is written from."""
+        chosen = self.release if release is None else profile_of(release)[0]
+        return self if chosen == self.release or self.profiles is None else self.profiles(chosen)
 
     @cached_property
     def inputs(self) -> tuple[TensorParam, ...]:

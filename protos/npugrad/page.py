@@ -7,7 +7,7 @@ the row of the page's error table and the number of the vendor's check.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import chain, compress
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,6 +19,7 @@ from npugrad.generators import Draw
 from npugrad.meta import TensorMeta
 from npugrad.names import camel_case
 from npugrad.operator import AttrParam, Constraint, NotExpressible, OpRecord, TensorParam
+from npugrad.profiles import Released, row
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -70,8 +71,8 @@ class Rule:
 
 
 @dataclass
-class Page(Citing, Breaking):
-    """One operator's page.
+class Page(Citing, Breaking, Released):
+    """One operator's page, with what differs in those of other releases of CANN.
 
     Attributes:
         document, repository, editions: As in `Citing`.
@@ -98,25 +99,26 @@ class Page(Citing, Breaking):
     accepts_unchecked: Callable[[CallMeta], bool] = lambda call: False
     keeps_format: bool = False
     arranged: Callable[[CallMeta], tuple[CallMeta, str]] = lambda call: (call, "")
-    params: dict[str, Param] = field(default_factory=dict)
-    axes: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    leaders: dict[str, tuple[str, int]] = field(default_factory=dict)
+    params: dict[str, Param] = field(default_factory=dict, init=False)
+    axes: dict[str, tuple[str, ...]] = field(default_factory=dict, init=False)
+    leaders: dict[str, tuple[str, int]] = field(default_factory=dict, init=False)
     short: Mapping[str, str] = field(default_factory=dict)
     smallest: Mapping[str, Any] = field(default_factory=dict)
-    limits: dict[str, Sequence[int]] = field(default_factory=dict)
-    values: dict[str, tuple[Any, ...]] = field(default_factory=dict)
-    bounds: dict[str, Callable[[CallMeta], int]] = field(default_factory=dict)
+    limits: dict[str, Sequence[int]] = field(default_factory=dict, init=False)
+    values: dict[str, tuple[Any, ...]] = field(default_factory=dict, init=False)
+    bounds: dict[str, Callable[[CallMeta], int]] = field(default_factory=dict, init=False)
     unexamined: Callable[[CallMeta], bool] = lambda call: False
     finished: Callable[[CallMeta], CallMeta] = lambda call: call
-    _constraints: dict[str, Constraint] = field(default_factory=dict)
-    _applying: dict[Product, dict[str, Constraint]] = field(default_factory=dict)
-    _not_expressible: list[NotExpressible] = field(default_factory=list)
-    _followers: dict[str, list[str]] = field(default_factory=dict)
-    _bits: dict[str, int | None] = field(default_factory=dict)
-    _metas: dict[str, Callable[[CallMeta], TensorMeta]] = field(default_factory=dict)
+    _constraints: dict[str, Constraint] = field(default_factory=dict, init=False)
+    _applying: dict[Product, dict[str, Constraint]] = field(default_factory=dict, init=False)
+    _not_expressible: list[NotExpressible] = field(default_factory=list, init=False)
+    _followers: dict[str, list[str]] = field(default_factory=dict, init=False)
+    _bits: dict[str, int | None] = field(default_factory=dict, init=False)
+    _metas: dict[str, Callable[[CallMeta], TensorMeta]] = field(default_factory=dict, init=False)
 
     # ---------------------------------------------------------------------------- parameters
 
+    @row
     def input(self, name: str, dtypes: DTypes | str, doc: str, *, axes: str = "", **extra: Any) -> None:
         """An input; `axes` names its sizes, such as ``n c *spatial`` where `spatial` is any number of axes.
 
@@ -132,6 +134,7 @@ class Page(Citing, Breaking):
         self._tensor(name, "input", {"dtypes": dtypes, "doc": doc, "draw": _NORMAL, **extra})
         self.axes[name] = tuple(axes.split())
 
+    @row
     def output(
         self,
         name: str,
@@ -148,6 +151,7 @@ class Page(Citing, Breaking):
         self._tensor(name, "output", extra)
         self._bits[name], self._metas[name] = bit, meta or (lambda call: self._alike(call, like, own))
 
+    @row
     def attr(self, name: str, kind: AttrType, doc: str, values: Sequence[Any] = (), **extra: Any) -> None:
         """An attribute, with legal values that derived calls have; `extra` is the rest of `AttrParam`."""
         by_type = (False, True) if kind == "bool" else tuple(extra.get("choices", {}).values())
@@ -159,6 +163,7 @@ class Page(Citing, Breaking):
         extra = {"c_name": camel_case(name), "axes": extra.pop("order", None), **extra}
         self.params[name] = TensorParam(name=name, role=role, **extra)
 
+    @row
     def sizes(self, names: str, *, of: str) -> None:
         """Which input defines sizes: the others that have them are compared with it."""
         self.leaders |= {name: (of, self.axes[of].index(name)) for name in names.split()}
@@ -206,6 +211,7 @@ class Page(Citing, Breaking):
 
     # ---------------------------------------------------------------------------- rules
 
+    @row
     def rule(
         self,
         kind: Callable[[Page, str], Rule],
@@ -296,6 +302,7 @@ class Page(Citing, Breaking):
             return made.check
         return lambda call: made.check(call) if self.is_wanted(call, name) else None
 
+    @row
     def not_expressible(
         self, reason: str, *, check: Numbers = None, entry: Numbers = None, name: str = ""
     ) -> None:
@@ -325,6 +332,7 @@ class Page(Citing, Breaking):
 
         The sizes are `smallest`; of the models' workloads the demo shows the first.
         """
+        given = {"sizes": sizes, "models": models, **extra}
         self.smallest = sizes or self.smallest
         extra = self.calls.completed(models, extra)
         made = chain.from_iterable(self.sources("parameters", each) for each in _MADE_BY_SERVICE)
@@ -340,5 +348,8 @@ class Page(Citing, Breaking):
             not_expressible=(*self._not_expressible, *(NotExpressible(each, reason) for each in made)),
             output_metas=self.output_metas,
             accepts_unchecked=self.accepts_unchecked,
+            release=self.release,
+            notes=self.notes,
+            profiles=cache(lambda release: self.at(release).record(name, **given)),
             **extra,
         )

@@ -6,12 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from npugrad import rules
 from npugrad.binding import TorchBinding
 from npugrad.dtypes import DType
 from npugrad.generators import Draw
 from npugrad.meta import TensorMeta
 from npugrad.operator import Sample
 from npugrad.page import Page
+from npugrad.products import Product
 from npugrad.ties import half_pixels
 
 if TYPE_CHECKING:
@@ -21,7 +23,6 @@ if TYPE_CHECKING:
 
     from npugrad.meta import CallMeta
     from npugrad.operator import Arrays
-    from npugrad.products import Product
     from npugrad.releases import CannRelease
 
     DTypes = Mapping[Product, tuple[DType, ...]]
@@ -53,6 +54,7 @@ def page(
     docs: Mapping[str, str],
     sides: str,
     *,
+    release: str = "",
     order: Callable[[TensorMeta], tuple[int, ...]] | None = None,
     arranged: Callable[[CallMeta], tuple[CallMeta, str]] = lambda call: (call, ""),
 ) -> Page:
@@ -64,11 +66,13 @@ def page(
         dtypes: Types by product.
         docs: Shape and meaning of each tensor.
         sides: Names of the spatial axes of the images.
+        release: Release of CANN whose page it is.
         order: Order of the axes of the images and their gradients, where formats change it.
         arranged: As in `Page`.
     """
     p = Page(document, "ops-cv", products, accepts_unchecked=accepts_unchecked, arranged=arranged,
-        keeps_format=order is not None)
+        keeps_format=order is not None, release=release)
+    rules.only_on(p, Product.ATLAS_A2, Product.ATLAS_A3, since="8.5.0", until="9.0.0")
     out = " ".join(f"out_{side}" for side in sides.split())
     p.short = {"batch": "n", "channels": "c", **{each: each[0] for each in sides.split()}}
     p.short |= {f"out_{each}": f"o{each[0]}" for each in sides.split()}

@@ -53,7 +53,10 @@ def _vendor_on_mask(call: CallMeta) -> VendorCode:
 
 
 _EMPTY = rules.any_empty("grad_out", "input")
-p = Page(DOCUMENT, "ops-nn", dict.fromkeys(Product, DOCUMENT), keeps_format=True, unexamined=_EMPTY)
+p = Page(DOCUMENT, "ops-nn", dict.fromkeys(Product, DOCUMENT), keeps_format=True, unexamined=_EMPTY,
+    release="9.1.0")
+rules.only_on(p, Product.ATLAS_A2, Product.ATLAS_A3, until="9.0.0")
+p.note("constraints", "determinism is said for each product", since="9.2.0-beta.2")
 p.input("grad_out", rules.FLOATS, "(N, C, ...), rank 2 to 8. Gradient of the output.", axes="n c *spatial")
 p.input("input", "grad_out", "Shape, dtype and format of grad_out. The forward input.")
 _C: dict[str, Any] = {"axes": "c", "optional": True}

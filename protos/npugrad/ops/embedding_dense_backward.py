@@ -49,7 +49,10 @@ def _like_weights(call: CallMeta) -> TensorMeta:
 
 
 # fmt: off
-p = Page(DOCUMENT, "ops-nn", dict.fromkeys(Product, DOCUMENT))
+p = Page(DOCUMENT, "ops-nn", dict.fromkeys(Product, DOCUMENT), release="9.1.0")
+rules.only_on(p, Product.ATLAS_A2, until="9.0.0")
+p.note("constraints", "determinism is an option; nothing on the Atlas training series", until="9.0.0")
+p.note("constraints", "the limits of 9.1.0, in other entries", since="9.0.0", until="9.1.0")
 p.input("grad", rules.FLOATS, "(..., D), rank 2 to 8. Gradient of the embedded words.", axes="*words d")
 p.input("indices", _INDICES,
     "One for each row of grad, rank 1 to 8. Its word, a whole number from 0 to num_weights - 1.",

@@ -41,7 +41,7 @@ _MASK: DTypes = dict.fromkeys(PRODUCTS, (DType.BOOL, DType.UINT8))
 _QUERIES, _KEYS1, _KEYS2 = "batch heads n m head_dim", "batch heads n k head_dim", "batch heads k m head_dim"
 _STATISTICS = f"batch heads n m {STATISTICS_REPEATS}"
 
-p = Page(DOCUMENT, "ops-transformer", dict.fromkeys(PRODUCTS, DOCUMENT))
+p = Page(DOCUMENT, "ops-transformer", dict.fromkeys(PRODUCTS, DOCUMENT), release="9.1.0")
 p.input("query", _HALF, "(B, H, N, M, D), float16 or bfloat16. Queries; M is a multiple of 128.",
     axes=_QUERIES)
 p.input("key1", _HALF,

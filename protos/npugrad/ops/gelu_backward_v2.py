@@ -35,7 +35,8 @@ def _vendor_on_dtype(call: CallMeta) -> VendorCode:
     return "accepts" if _together(call).dtype in rules.FLOATS[call.product] else PARAM_INVALID
 
 
-p = Page(DOCUMENT, "ops-nn", dict.fromkeys(Product, DOCUMENT))
+p = Page(DOCUMENT, "ops-nn", dict.fromkeys(Product, DOCUMENT), release="9.1.0")
+rules.only_on(p, Product.ATLAS_A2, Product.ATLAS_A3, until="9.0.0")
 p.input("grad_output", rules.FLOATS, "(*S), rank 0 to 8. Gradient of the output.", axes="*shape")
 p.input("input", "grad_output", "Broadcast with grad_output, rank 0 to 8. The forward input.", c_name="self")
 p.attr("approximate", "string", 'Formula: "none" for erf, "tanh" for its approximation.', ("none", "tanh"))

@@ -38,6 +38,10 @@ _DOCS = {"grad_output": "(N, C, OH, OW), dtype of input. Gradient of the sampled
 _PRODUCTS = {Product.ATLAS_TRAINING: DOCUMENT, Product.ATLAS_A2: DOCUMENT,
     Product.ATLAS_A3: "newer vendor documents and source"}
 p = _grid_sampler.page(DOCUMENT, _PRODUCTS, rules.FLOATS, _DOCS, "height width")
+_TRAINING = Product.ATLAS_TRAINING
+p.types("grad_output input grid input_grad grid_grad", {product: types + (DType.FLOAT64,) *
+    (product is not _TRAINING) for product, types in rules.FLOATS.items()}, since="8.5.0")
+p.note("values", "2 (bicubic) for interpolationMode is not carried by npugrad", since="9.1.0")
 
 
 def _is_not_double(call: CallMeta) -> Finding | None:
@@ -59,9 +63,11 @@ def _is_not_bicubic(call: CallMeta) -> Finding | None:
 p.rule(rules.not_null, "grad_output input grid input_grad grid_grad", row=1, check=3)
 p.rule(rules.same_dtype("input"), "grad_output grid input_grad grid_grad", row=1, check=4)
 p.rule(rules.dtype_in(tolerated=(DType.FLOAT64,)), "input", row=1, check=5)
-p.rule(rules.special("not_double", "does not have data type DOUBLE", _is_not_double,
-        p.edited("input", retyped())), "input", row=1, check=5, requires=("input.dtype",), vendor="accepts",
-    pick="The document does not list DOUBLE; the vendor's source accepts it. npugrad: refused.")
+for _where in ({"until": "8.5.0"}, {"since": "9.0.0", "products": frozenset({_TRAINING})}):
+    p.rule(rules.special("not_double", "does not have data type DOUBLE", _is_not_double,
+            p.edited("input", retyped())), "input", row=1, check=5, requires=("input.dtype",),
+        vendor="accepts", pick="The document does not list DOUBLE; the vendor's source accepts it. "
+        "npugrad: refused.", **_where)
 p.rule(rules.one_of_choices(tolerated=(BICUBIC,)), "interpolation_mode", row=3, check=6)
 p.rule(rules.special("not_bicubic", "is not 2 (bicubic)", _is_not_bicubic,
         numbered("interpolation_mode", (2,))), "interpolation_mode", row=3, check=6,

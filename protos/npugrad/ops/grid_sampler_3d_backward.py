@@ -59,7 +59,7 @@ def _arranged(call: CallMeta) -> tuple[CallMeta, str]:
 
 
 p = _grid_sampler.page(DOCUMENT, dict.fromkeys(Product, DOCUMENT), DTYPES, _DOCS, "depth height width",
-    order=channels_first, arranged=_arranged)
+    release="9.1.0", order=channels_first, arranged=_arranged)
 
 
 def _is_not_bfloat16(call: CallMeta) -> Finding | None:

@@ -54,6 +54,9 @@ def _like_gamma(call: CallMeta) -> TensorMeta:
 p = Page(DOCUMENT, "ops-nn",
     {Product.ATLAS_TRAINING: DOCUMENT, Product.ATLAS_A2: DOCUMENT,
         Product.ATLAS_A3: "newer vendor documents and source"})
+rules.only_on(p, Product.ATLAS_A2, since="8.5.0", until="9.0.0")
+p.note("ranks", "gradBetaOut has rank 2; npugrad: any, as gradGammaOut", since="8.5.0", until="9.1.0")
+p.note("constraints", "determinism is said for each product", since="9.2.0-beta.2")
 p.smallest = {"n": 2, "c": 6, "hxw": 4, "group": 3}
 p.input("grad_out", rules.FLOATS,
     "n*c*hxw elements in any shape of rank 0 to 8. Gradient of the normalised output.", axes="n c hxw")

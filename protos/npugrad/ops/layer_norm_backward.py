@@ -75,7 +75,9 @@ def _like_weight(call: CallMeta) -> TensorMeta:
     return TensorMeta(_scales(call, "grad_weight")[0], _normalized(call))
 
 
-p = Page(DOCUMENT, "ops-nn", dict.fromkeys(Product, DOCUMENT))
+p = Page(DOCUMENT, "ops-nn", dict.fromkeys(Product, DOCUMENT), release="9.1.0")
+rules.only_on(p, Product.ATLAS_A2, Product.ATLAS_A3, until="9.0.0")
+p.note("ranks", "the page gives no ranks; npugrad: those of later pages", until="9.0.0")
 p.smallest = {"leading": (2, 3), "normalized_shape": (4,)}
 p.input("grad_out", _F, "(A1, ..., Ai, R1, ..., Rj), rank 1 to 8. Gradient of the normalised output.",
     axes="*leading *normalized_shape")

@@ -51,6 +51,9 @@ FLOATS: DTypes = dict.fromkeys(PRODUCTS, (DType.FLOAT32, DType.FLOAT16, DType.BF
 INDICES: DTypes = dict.fromkeys(PRODUCTS, (DType.INT32, DType.INT64))
 
 p = Page(NAME, "ops-nn", dict(zip(PRODUCTS, EDITIONS, strict=True)), editions=EDITIONS)
+p.note("ranks", "gradOutput has rank 4; npugrad: 3 as well", since="8.5.0", until="9.0.0")
+p.note("ranks", "gradOutput has rank 3; npugrad: 4 as well", since="9.0.0")
+p.note("codes", "161002 has no row on types that differ; npugrad: refused", since="9.2.0-beta.2")
 p.input("value", FLOATS,
     "(bs, nk, nh, ch), ch a multiple of 8 up to 256, nh up to 16. The feature maps of all levels.",
     axes="bs num_keys num_heads channels")

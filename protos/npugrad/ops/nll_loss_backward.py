@@ -60,7 +60,8 @@ def _finished(call: CallMeta) -> CallMeta:
 
 
 # fmt: off
-p = Page(DOCUMENT, "ops-nn", dict.fromkeys(Product, DOCUMENT), finished=_finished)
+p = Page(DOCUMENT, "ops-nn", dict.fromkeys(Product, DOCUMENT), finished=_finished, release="9.1.0")
+rules.only_on(p, Product.ATLAS_A2, Product.ATLAS_A3, until="9.0.0")
 p.input("grad_output", _F, "(N) if reduction is 0 and input is (N, C), else (1) or (). Gradient of the loss.")
 p.input("input", _F, "(N, C) or (C), dtype of grad_output. Forward input, not read.", axes="*n c",
     c_name="self")

@@ -14,7 +14,8 @@ from npugrad.workloads import model
 DOCUMENT = "aclnnSiluBackward"
 _ALL = "grad_output input grad_input"
 
-p = Page(DOCUMENT, "ops-nn", dict.fromkeys(Product, DOCUMENT))
+p = Page(DOCUMENT, "ops-nn", dict.fromkeys(Product, DOCUMENT), release="9.1.0")
+rules.only_on(p, Product.ATLAS_A2, Product.ATLAS_A3, until="9.0.0")
 p.input("grad_output", rules.FLOATS, "(*S), rank 1 to 8. Gradient of the output.", axes="*shape")
 p.input("input", "grad_output", "(*S), dtype of grad_output. The forward input.", c_name="self")
 p.output("grad_input", "input", "(*S), dtype of grad_output. Gradient of input.")

@@ -26,7 +26,8 @@ DOCUMENT = "aclnnSoftmaxBackward"
 _ALL = "grad_output output grad_input"
 _EMPTY = rules.any_empty("grad_output", "output")
 
-p = Page(DOCUMENT, "ops-nn", dict.fromkeys(Product, DOCUMENT), unexamined=_EMPTY)
+p = Page(DOCUMENT, "ops-nn", dict.fromkeys(Product, DOCUMENT), unexamined=_EMPTY, release="9.1.0")
+rules.only_on(p, Product.ATLAS_A2, Product.ATLAS_A3, until="9.0.0")
 p.input("grad_output", rules.FLOATS, "(*S), rank 0 to 8. Gradient of the output.", axes="*shape")
 p.input("output", "grad_output", "(*S), dtype of grad_output. The forward output.", draw=Draw("uniform"))
 p.attr("dim", "int64", "Axis of the softmax, from -rank to rank - 1.", (-1, 0))

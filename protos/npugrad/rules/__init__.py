@@ -16,6 +16,7 @@ from npugrad.rules._operands import (
     format_in,
     format_not,
     not_null,
+    only_on,
     product,
     promoted,
     promoted_dtype,
@@ -41,6 +42,6 @@ __all__ = [
     "FLOATS", "SAID", "any_empty", "at_least", "at_most", "broadcast", "broadcastable", "count", "dim_of",
     "divisible_by", "dtype_in", "entries", "first_axis_of", "format_by_rank", "format_in", "format_not",
     "has_axes", "in_range", "last_axis", "listed", "nd_or_public", "not_null", "of_sizes", "one_of_choices",
-    "present", "product", "promoted", "promoted_dtype", "rank_in", "same_dtype", "same_format",
+    "only_on", "present", "product", "promoted", "promoted_dtype", "rank_in", "same_dtype", "same_format",
     "same_shape", "same_size", "shape_among", "shape_is", "shape_text", "size_in", "special",
 ]  # fmt: skip

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from npugrad import changes
 from npugrad.dtypes import DType
-from npugrad.error_table import PARAM_NULLPTR
+from npugrad.error_table import INNER_NULLPTR, PARAM_NULLPTR
 from npugrad.operator import AttrParam, Finding, TensorParam
 from npugrad.page import Page, Rule
 from npugrad.products import Product
@@ -58,6 +58,22 @@ def product(page: Page, name: str) -> Rule:
         return Finding(call.product.full_name, listed(each.full_name for each in known))
 
     return Rule(kind="supported", text="", check=check, breaks=changes.on(lacking))
+
+
+def only_on(page: Page, *products: Product, **span: Any) -> None:
+    """The pages of some releases of CANN list these products alone; `span` is `since` and `until` of rows."""
+    page.on(*products, **span)
+    page.rule(
+        product,
+        "product",
+        code=INNER_NULLPTR,
+        text="The page of the CANN release lists the product.",
+        vendor="accepts",
+        alone=True,
+        pick="The page of this release lists other products, and gives no code; the vendor's source does not "
+        "look at the product. npugrad: 561103, before any other check.",
+        **span,
+    )
 
 
 def dtype_in(*dtypes: DType, tolerated: tuple[DType, ...] = (), is_always: bool = False) -> Kind:
