@@ -166,7 +166,7 @@ def forked_workers(parent: Template | None = None) -> Iterator[None]:
 
     def spawn(self: Any, module: str, theirs: socket.socket, threads: int, print_fd: int) -> Any:
         descriptors = theirs.fileno(), self._inputs.worker_fd, self.outputs.fd
-        command = [module, self.device, str(descriptors[0])]
+        command = [module, self.device, str(descriptors[0]), *self._release]
         start: Any = lambda: found.fork(command, descriptors, print_fd)  # noqa: E731
         return start_child(start)
 

@@ -12,7 +12,7 @@ from npugrad.errors import MalformedRequest, WrongType
 from npugrad.meta import TensorMeta
 from npugrad.products import Product
 from npugrad.registry import REGISTRY, Registry
-from npugrad.validation import error_from_verdict, make_call, validate_call
+from npugrad.validation import error_from_verdict, make_call, validate_anywhere
 from npugrad_client import _arrays
 
 if TYPE_CHECKING:
@@ -198,16 +198,16 @@ def overlap(contents: Iterable[Array | memoryview | Recipe], targets: Collection
 
 def _require_legal(record: OpRecord, call: CallMeta) -> Mapping[str, TensorMeta | None]:
     """Returns the outputs of a call; raises the documented error if its product does not accept it."""
-    verdict = validate_call(record, call)
+    verdict = validate_anywhere(record, call)
     if verdict.violations:
         raise error_from_verdict(record, verdict)
     return verdict.outputs
 
 
 def infer(record: OpRecord, call: CallMeta) -> Mapping[str, TensorMeta | None] | None:
-    """Returns the outputs; None if no product accepts the call. The server's product is unknown here."""
+    """The outputs; None if no product accepts the call. The server's product and CANN are unknown here."""
     for product in dict.fromkeys((call.product, *Product)):
-        verdict = validate_call(record, replace(call, product=product))
+        verdict = validate_anywhere(record, replace(call, product=product))
         if not verdict.violations:
             return verdict.outputs
     return None

@@ -23,12 +23,13 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
+    from npugrad.releases import CannRelease
     from npugrad.v1 import validation_pb2
     from npugrad_client._arrays import Operand
 
 _SHOWN = (
     *("version", "product", "draining", "uptime_s", "queue_depth", "accepted_calls"),
-    *("input_arena_used_bytes", "output_arena_used_bytes", "verify_sample"),
+    *("input_arena_used_bytes", "output_arena_used_bytes", "verify_sample", "cann"),
 )
 """Fields of `ServerInfo` that a notebook shows as they are."""
 SERVER_INFO_REQUEST = server_pb2.GetServerInfoRequest()
@@ -102,6 +103,7 @@ class ServerInfo:
         input_arena_used_bytes: Bytes of operands currently held.
         output_arena_used_bytes: Bytes of results currently held.
         verify_sample: Fraction of calls that it verifies without being asked; None if it does not say.
+        cann: Release of CANN by whose pages calls are checked; empty for those of each operator.
     """
 
     version: str
@@ -117,6 +119,7 @@ class ServerInfo:
     input_arena_used_bytes: int
     output_arena_used_bytes: int
     verify_sample: float | None = None
+    cann: str = ""
 
     def __repr__(self) -> str:
         """Version, product, devices and load; ``npugrad info`` and the attributes show the rest."""
@@ -281,9 +284,9 @@ class Validation:
         """The verdict of a server; NpugradError if it is malformed, else errors as in `Client.validate`."""
         return self._checked(decode_verdict(response))
 
-    def local(self) -> Verdict:
+    def local(self, release: CannRelease | None = None) -> Verdict:
         """The verdict without a server, for Atlas A2 if no product was given; errors as above."""
-        return self._checked(validate_call(self._record, self._call))
+        return self._checked(validate_call(self._record.at(release), self._call))
 
     def _checked(self, verdict: Verdict) -> Verdict:
         record, known = self._record, self._arrays
@@ -358,6 +361,7 @@ def decode_server_info(response: server_pb2.GetServerInfoResponse) -> ServerInfo
         input_arena_used_bytes=response.input_arena_used_bytes,
         output_arena_used_bytes=response.output_arena_used_bytes,
         verify_sample=response.verify_sample if response.HasField("verify_sample") else None,
+        cann=response.cann,
     )
 
 

@@ -12,7 +12,7 @@ from npugrad.errors import WrongType
 from npugrad.meta import TensorMeta
 from npugrad.ops import get_operator
 from npugrad.products import Product
-from npugrad.validation import error_from_verdict, make_call, validate_call
+from npugrad.validation import error_from_verdict, make_call, validate_anywhere
 from npugrad_client._client import Client
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def require_legal(
     attrs: Mapping[str, Any],
     product: Product | str = Product.ATLAS_A2,
 ) -> None:
-    """Refuses calls that a product does not accept.
+    """Refuses calls that a product does not accept with any release of CANN.
 
     The default, Atlas A2, allows the most: what it refuses, no product accepts.
 
@@ -49,7 +49,7 @@ def require_legal(
         MalformedRequest: An attribute is missing, has the wrong type or an unknown value, such as a mode.
     """
     record = get_operator(operator)
-    verdict = validate_call(record, make_call(record, metas, attrs, product=product))
+    verdict = validate_anywhere(record, make_call(record, metas, attrs, product=product))
     if verdict.violations:
         raise error_from_verdict(record, verdict)
 

@@ -13,7 +13,6 @@ import typer
 
 import npugrad
 from npugrad.ops import OPERATORS
-from npugrad.products import Product, product_from_name
 from npugrad_client._cli import advise, bench, completion
 from npugrad_client._cli.connection import (
     AT_ONCE,
@@ -28,7 +27,17 @@ from npugrad_client._cli.connection import (
     refuse_tls_without_target,
     tls,
 )
-from npugrad_client._cli.terminal import FileError, Timeout, fail, find_record, out, reporting
+from npugrad_client._cli.terminal import (
+    CannOption,
+    FileError,
+    Timeout,
+    cann_release,
+    fail,
+    find_record,
+    out,
+    product_named,
+    reporting,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -89,13 +98,6 @@ def _common(
     pass
 
 
-def _product(name: str | None) -> Product | None:
-    try:
-        return None if name is None else product_from_name(name)
-    except ValueError as error:
-        raise FileError(f"--product: {error}") from None
-
-
 @app.command()
 def info(
     target: Targets = DEFAULT_TARGETS,
@@ -147,7 +149,7 @@ def ops(
         from npugrad_client._cli import show
 
         wanted = find_record(operator).name if operator else ""
-        listed = tuple(o for o in client.list_operators(_product(product)) if wanted in ("", o.name))
+        listed = tuple(o for o in client.list_operators(product_named(product)) if wanted in ("", o.name))
         if as_json:
             out().print_json(json.dumps([asdict(o) for o in listed]))
         elif wanted:
@@ -180,6 +182,7 @@ def validate(
             autocompletion=completion.products,
         ),
     ] = None,
+    cann: CannOption = None,
     target: Targets = DEFAULT_TARGETS,
     encrypted: Encrypted = False,
     tls_ca: Authority = None,
@@ -197,13 +200,15 @@ def validate(
     Exit status 2: wrong usage
     """
     with reporting():
-        record, chosen = find_record(operator), _product(product)
+        record, chosen = find_record(operator), product_named(product)
         from npugrad_client._cli import json_answers, show
         from npugrad_client._info import Validation
 
         asked = _described(record, file, meta or (), output or (), attr or (), dtype or ())
         if local:
-            verdict = Validation(operator, **asked, product=chosen).local()
+            verdict = Validation(operator, **asked, product=chosen).local(cann_release(cann))
+        elif cann is not None:
+            raise FileError("--cann: found it without --local; expected both: a server has its own release")
         else:
             how = tls(encrypted, tls_ca, tls_certificate, tls_key)
             with connect(target, timeout, how, AT_ONCE) as client:
@@ -324,6 +329,7 @@ def explain(
             metavar="CONSTRAINT", help="One constraint of the operator.", autocompletion=completion.rules
         ),
     ] = None,
+    cann: CannOption = None,
     as_json: Json = False,
 ) -> None:
     """Print what the documents say: codes, operators, constraints; needs no server."""
@@ -331,10 +337,11 @@ def explain(
     from npugrad_client._cli.explain import explanation
 
     with reporting():
+        asked = subject, constraint, cann_release(cann)
         if as_json:
-            out().print_json(json.dumps(explanation(subject, constraint)))
+            out().print_json(json.dumps(explanation(*asked)))
         else:
-            print_explanation(out(), subject, constraint)
+            print_explanation(out(), *asked)
 
 
 @app.command()

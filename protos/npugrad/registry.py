@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
 from google.protobuf.message_factory import GetMessageClass
 
 from npugrad.ops import OPERATORS
+from npugrad.profiles import records_at
 from npugrad.v1 import backward_pb2, validation_pb2
 
 if TYPE_CHECKING:
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
     from google.protobuf.descriptor import Descriptor, ServiceDescriptor
 
     from npugrad.operator import OpRecord
+    from npugrad.releases import CannRelease
 
 
 class Registry:
@@ -43,6 +46,12 @@ class Registry:
         self.execute_request: type[Any] = GetMessageClass(execute.input_type)
         self.execute_response: type[Any] = GetMessageClass(execute.output_type)
         self.validate_request: type[Any] = GetMessageClass(validation.methods_by_name["Validate"].input_type)
+
+    def at(self, release: CannRelease | None) -> Registry:
+        """The same with the records of a release of CANN; None for the pages that they are written from."""
+        made = copy(self)
+        made.records = records_at(self.records, release)
+        return made
 
 
 def _by_operator(frame: Descriptor, names: Iterable[str]) -> dict[str, type[Any]]:

@@ -34,6 +34,8 @@ from npugrad.errors import (
 from npugrad.meta import CallMeta, TensorMeta
 from npugrad.ops import get_operator
 from npugrad.products import Product, product_from_name
+from npugrad.profiles import PROFILES, asked_release
+from npugrad.releases import CannRelease
 from npugrad.representation import in_lines, some
 from npugrad.usage import instead, reports_usage
 
@@ -89,6 +91,7 @@ def validate(
     attrs: Mapping[str, Any],
     outputs: Mapping[str, TensorMeta | None] | None = None,
     product: Product | str = Product.ATLAS_A2,
+    cann: str | None = None,
 ) -> Verdict:
     """Checks a call, without its data, against all documented constraints of its operator.
 
@@ -98,6 +101,7 @@ def validate(
         attrs: Attributes by name; modes as numbers or by their documented names.
         outputs: Declared outputs by name, None for null; missing ones are inferred.
         product: ``"atlas-training"``, ``"atlas-a2"`` or ``"atlas-a3"``.
+        cann: Release of CANN whose pages decide, such as ``"9.1.0"``; None for those of the records.
 
     Returns:
         The status the first phase would return, all violated constraints, and the inferred outputs.
@@ -106,9 +110,9 @@ def validate(
         UnsupportedOperator: Unknown operator.
         WrongType: The operator has no parameter of this name, or a tensor is not a `TensorMeta`.
         MalformedRequest: An attribute is missing or has the wrong type.
-        WrongValue: Unknown product.
+        WrongValue: Unknown product, or no release of CANN.
     """
-    record = get_operator(operator)
+    record = get_operator(operator).at(asked_release(cann))
     return validate_call(record, make_call(record, inputs, attrs, outputs, product))
 
 
@@ -194,6 +198,17 @@ def validate_call(record: OpRecord, call: CallMeta) -> Verdict:
     if violations:
         return Verdict(violations[0].code, violations, {})
     return Verdict(0, (), record.infer(call))
+
+
+def validate_anywhere(record: OpRecord, call: CallMeta) -> Verdict:
+    """The verdict by the first pages that allow a call: the record's own, then other releases'; else the own.
+
+    A client does not know which release of CANN its server has.
+    """
+    own = validate_call(record, call)
+    others = (record.at(CannRelease.parse(each)) for each in PROFILES if own.violations)
+    verdicts = (validate_call(other, call) for other in others if other is not record)
+    return next((verdict for verdict in verdicts if not verdict.violations), own)
 
 
 class _Step(NamedTuple):

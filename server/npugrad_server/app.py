@@ -190,7 +190,7 @@ class App:
             made: Settings of its pool, from `pool_settings`.
             registry: The operators and the services that carry them.
         """
-        self._registry = registry
+        self._registry = registry.at(made.release)
         self._settings, self._made = settings, made
         self._log = get_logger()
         self._resources = AsyncExitStack()

@@ -20,6 +20,7 @@ from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDic
 
 from npugrad.codec import MAX_CHUNK_BYTES, MAX_MESSAGE_BYTES
 from npugrad.products import Product, product_from_name
+from npugrad.releases import CannRelease
 from npugrad_server.addresses import Address, parse_listens, parse_metrics_listen
 
 if TYPE_CHECKING:
@@ -95,6 +96,11 @@ class ServerSettings(BaseSettings):
     product: Literal["auto", "atlas-training", "atlas-a2", "atlas-a3"] = Field(
         default="auto",
         description="Product whose documented limits apply; auto asks the NPU, and means atlas-a2 on CPUs.",
+    )
+    cann: str = Field(
+        default="auto",
+        description="CANN release by whose pages calls are checked, such as 9.1.0; auto takes that of the "
+        "NPUs, and without them the pages that the operators are documented by.",
     )
     metrics_listen: str = Field(
         default="127.0.0.1:9464",
@@ -359,6 +365,13 @@ class ServerSettings(BaseSettings):
     def _metrics_address_parses(cls, value: str) -> str:
         if value:
             parse_metrics_listen(value)
+        return value
+
+    @field_validator("cann")
+    @classmethod
+    def _release_parses(cls, value: str) -> str:
+        if value != "auto":
+            CannRelease.parse(value)
         return value
 
     @field_validator("log_level", "log_format", mode="before")

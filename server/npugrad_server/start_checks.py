@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -9,6 +10,8 @@ from typing import TYPE_CHECKING
 from npugrad.errors import NpugradError
 from npugrad.ops import OPERATORS
 from npugrad.products import Product, chip_kind, product_from_soc
+from npugrad.profiles import profile_of, records_at
+from npugrad.releases import CannRelease
 from npugrad_server import devices
 from npugrad_server.addresses import Address, AddressError, check_free
 from npugrad_server.logs import get_logger
@@ -60,6 +63,7 @@ def pool_settings(settings: ServerSettings, report: NpuReport) -> PoolSettings:
     made = PoolSettings(
         devices=names,
         product=_product(settings.fixed_product, names, report),
+        cann=_cann(settings.cann, names, report),
         input_arena_bytes=int(settings.input_arena_bytes or limit // 4),
         output_arena_bytes=int(settings.output_arena_bytes or min(limit // 8, limit // 4 // len(names))),
         prefault_bytes=int(settings.prefault_bytes),
@@ -161,6 +165,27 @@ def _product(wanted: Product | None, names: tuple[str, ...], report: NpuReport) 
     return found
 
 
+def _cann(asked: str, names: tuple[str, ...], report: NpuReport) -> str:
+    """The release by whose pages calls are checked; empty for the pages that the records are written from.
+
+    Raises:
+        StartError: The NPUs have a CANN with other pages.
+    """
+    installed = None
+    if names[0].startswith("npu:"):
+        with suppress(ValueError):  # a component's number, from which no release follows
+            installed = CannRelease.parse(report.cann)
+    release = installed if asked == "auto" else CannRelease.parse(asked)
+    if release is None:
+        return ""
+    profile, warning = profile_of(release)
+    if installed is not None and profile_of(installed)[0] != profile:
+        raise StartError(f"cann: found {asked}; expected {installed} or auto, as it is the CANN of the NPUs")
+    if warning:
+        get_logger().warning("cann", note=warning)
+    return profile
+
+
 @dataclass(frozen=True)
 class StartFinding:
     """One finding of `check`.
@@ -258,7 +283,7 @@ async def _try_devices(settings: PoolSettings) -> list[StartFinding]:
     except NpugradError:
         pass  # the devices' own reasons say more
     finally:
-        found, missing = pool.devices(), _missing_operators(pool, settings.product)
+        found, missing = pool.devices(), _missing_operators(pool, settings)
         await pool.close()
     arenas = (
         f"{settings.input_arena_bytes / 2**30:.4g} GiB of operands, "
@@ -274,9 +299,10 @@ async def _try_devices(settings: PoolSettings) -> list[StartFinding]:
     return [StartFinding(True, f"memory: {arenas}"), *opened, *missing]
 
 
-def _missing_operators(pool: DevicePool, product: Product) -> list[StartFinding]:
+def _missing_operators(pool: DevicePool, settings: PoolSettings) -> list[StartFinding]:
     """Operators of the product that no device can run: never all of them, or no device would be ready."""
-    known = [name for name, record in OPERATORS.items() if product in record.products]
+    records = records_at(OPERATORS, settings.release)
+    known = [name for name, record in records.items() if settings.product in record.products]
     return [
         StartFinding(True, f"{name} is not available: {reason}", optional=True)
         for name in known

@@ -86,6 +86,32 @@ def test_the_product_is_that_of_the_chip(soc: str, product: Product) -> None:
 
 
 @pytest.mark.parametrize(
+    ("installed", "asked", "profile"),
+    [
+        ("9.1.0", "auto", "9.1.0"),
+        ("9.0.1", "9.0.0", "9.0.0"),
+        ("8.2.RC1", "auto", "8.5.0"),
+        ("9.9.0", "auto", "9.2.0-beta.2"),
+        ("7.7.0.1.238-odd", "auto", ""),
+        ("", "9.1.0", "9.1.0"),
+    ],
+)
+def test_calls_are_checked_by_the_pages_of_the_cann_of_the_npus(
+    installed: str, asked: str, profile: str
+) -> None:
+    report = NpuReport(count=1, soc="Ascend910B2", cann=installed)
+    assert made(report, devices="npu:0", cann=asked).cann == profile
+    assert made(report, devices="cpu:0").cann == "", "auto is about NPUs"
+
+
+def test_a_release_that_is_not_the_one_of_the_npus_or_none_is_refused() -> None:
+    (problem,) = problems(TWO, cann="9.0.0")
+    assert problem == "cann: found 9.0.0; expected 9.1.0 or auto, as it is the CANN of the NPUs"
+    with pytest.raises(ValueError, match="found 'new'; expected a release of CANN"):
+        made(TWO, cann="new")
+
+
+@pytest.mark.parametrize(
     ("soc", "kind"),
     [
         ("Ascend310P3", "of no known product"),

@@ -15,13 +15,16 @@ from rich.text import Text
 from npugrad.error_table import BLAME, BY_CODE, BY_REASON, BlameRule, ErrorRow
 from npugrad.operator import AttrParam, Constraint, OpRecord, TensorParam
 from npugrad.ops import OPERATORS
+from npugrad.profiles import records_at
 from npugrad_client._cli import json_answers
 from npugrad_client._cli.terminal import FileError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from rich.console import RenderableType
+
+    from npugrad.releases import CannRelease
 
 _PICK_MARK = " *"
 _PROPOSED = 5
@@ -36,40 +39,46 @@ class UnknownSubject(FileError):
     """Nothing has this name; the message suggests similar ones."""
 
 
-def explain(console: Console, subject: str, constraint: str | None = None) -> None:
+def explain(
+    console: Console, subject: str, constraint: str | None = None, release: CannRelease | None = None
+) -> None:
     """Prints what is documented; arguments and errors as in `find`."""
-    found = find(subject, constraint)
+    found = find(subject, constraint, release)
     if isinstance(found, OpRecord):
         console.print(_operator_text(found))
     elif isinstance(found, ErrorRow):
-        console.print(_code_text(found))
+        console.print(_code_text(found, records_at(OPERATORS, release)))
     else:
         console.print(Group(*_spaced([_constraint_text(owner, match) for owner, match in found])))
 
 
-def explanation(subject: str, constraint: str | None = None) -> dict[str, Any]:
+def explanation(
+    subject: str, constraint: str | None = None, release: CannRelease | None = None
+) -> dict[str, Any]:
     """Returns the same for scripts: one of ``operator``, ``error`` and ``constraints``."""
-    found = find(subject, constraint)
+    found = find(subject, constraint, release)
     if isinstance(found, OpRecord):
         return {"operator": json_answers.operator(found)}
     if isinstance(found, ErrorRow):
-        return {"error": json_answers.error(found)}
+        return {"error": json_answers.error(found, records_at(OPERATORS, release))}
     return {"constraints": [json_answers.constraint(owner, match) for owner, match in found]}
 
 
 def find(
-    subject: str, constraint: str | None = None
+    subject: str, constraint: str | None = None, release: CannRelease | None = None
 ) -> OpRecord | ErrorRow | list[tuple[OpRecord, Constraint]]:
     """Finds what a subject refers to.
 
     Args:
         subject: An aclnn number, a reason, an operator (either of its names) or a constraint's identifier.
         constraint: Identifier of one constraint of the operator.
+        release: Release of CANN whose pages say it; None for those that the records are written from.
 
     Raises:
         UnknownSubject: There is no such subject or constraint.
     """
-    record = find_operator(subject)
+    records = records_at(OPERATORS, release)
+    record = find_operator(subject, records)
     if constraint is not None:
         if record is None:
             expected = f"an operator before a constraint; {_operators_told()}"
@@ -77,7 +86,7 @@ def find(
         return [(record, _one(record, constraint))]
     if (found := record or _row(subject)) is not None:
         return found
-    rules = [(s, c) for s in OPERATORS.values() for c in s.constraints if c.id == subject]
+    rules = [(s, c) for s in records.values() for c in s.constraints if c.id == subject]
     if not rules:
         expected = f"an operator, an aclnn number, a reason or a constraint; {_operators_told()}"
         raise UnknownSubject(nearest(subject, subjects(), expected))
@@ -139,10 +148,10 @@ def _operators() -> list[str]:
     return [*OPERATORS, *(s.aclnn_name for s in OPERATORS.values())]
 
 
-def find_operator(subject: str) -> OpRecord | None:
+def find_operator(subject: str, records: Mapping[str, OpRecord] = OPERATORS) -> OpRecord | None:
     """The operator of this name, or of the aclnn function's; None if there is none."""
-    by_aclnn = {record.aclnn_name.lower(): record for record in OPERATORS.values()}
-    return OPERATORS.get(subject.lower()) or by_aclnn.get(subject.lower())
+    by_aclnn = {record.aclnn_name.lower(): record for record in records.values()}
+    return records.get(subject.lower()) or by_aclnn.get(subject.lower())
 
 
 def _row(subject: str) -> ErrorRow | None:
@@ -171,7 +180,7 @@ def _spaced(parts: Sequence[RenderableType]) -> list[RenderableType]:
     return [piece for part in parts for piece in (Text(), part)][1:]
 
 
-def _code_text(row: ErrorRow) -> RenderableType:
+def _code_text(row: ErrorRow, records: Mapping[str, OpRecord]) -> RenderableType:
     number = (
         "a reason of this service, with no aclnn number" if row.code is None else f"aclnn status {row.code}"
     )
@@ -182,7 +191,7 @@ def _code_text(row: ErrorRow) -> RenderableType:
         blame = [rule for rule in BLAME if row.reason in rule.reasons]
         return Group(*_spaced([Group(title, facts), *([_blame(blame)] if blame else [])]))
     groups = []
-    for record in OPERATORS.values():
+    for record in records.values():
         rules = [c for c in record.constraints if c.code == row.code]
         if rules:
             groups.append(Group(Text(f"{record.name}: {_count(rules)}", style="bold"), _rules(rules)))
@@ -234,6 +243,8 @@ def _operator_text(record: OpRecord) -> RenderableType:
             Text(f"  on {product.full_name}" + ("" if source in record.documents else f" ({source})"))
             for product, source in record.products.items()
         ),
+        *([Text(f"By the pages of CANN {record.release}.")] if record.release else []),
+        *(Text(f"  {text}") for text in record.notes.values()),
     )
     groups: list[RenderableType] = []
     for code in dict.fromkeys(c.code for c in record.constraints):

@@ -11,6 +11,7 @@ from npugrad.operator import AttrParam
 from npugrad.ops import OPERATORS
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     import numpy.typing as npt
@@ -68,9 +69,9 @@ def call(
     return {"file": path and str(path), "outputs": outputs, "info": asdict(info), **timeline}
 
 
-def error(row: ErrorRow) -> dict[str, Any]:
+def error(row: ErrorRow, records: Mapping[str, OpRecord] = OPERATORS) -> dict[str, Any]:
     """A row of the error table, and the constraints with its number."""
-    rules = [(s, c) for s in OPERATORS.values() for c in s.constraints if row.code and c.code == row.code]
+    rules = [(s, c) for s in records.values() for c in s.constraints if row.code and c.code == row.code]
     return {
         **asdict(row),
         "blame": [rule._asdict() for rule in BLAME if row.reason in rule.reasons],
@@ -95,6 +96,8 @@ def operator(record: OpRecord) -> dict[str, Any]:
         "aclnn_name": record.aclnn_name,
         "summary": record.summary,
         "min_cann": record.min_cann,
+        "cann": record.release,
+        "notes": dict(record.notes),
         "products": {product.value: source for product, source in record.products.items()},
         "parameters": parameters,
         "constraints": [constraint(record, each) for each in record.constraints],

@@ -41,6 +41,7 @@ def server(console: Console, target: str, info: ServerInfo) -> None:
         "queue": f"{info.queue_depth} of {limits.max_queue_depth} calls",
         "calls accepted so far": str(info.accepted_calls),
         "results compared": _compared(info.verify_sample),
+        "checked by": f"the pages of CANN {info.cann}" if info.cann else "the pages of each operator",
         "operators": ", ".join(info.operators),
         "built on": ", ".join(f"{k} {v}" for k, v in sorted(info.versions.items())),
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
+import warnings
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -14,6 +15,8 @@ import typer
 
 from npugrad.errors import ConnectError, NpugradError, OperatorError, UsageError
 from npugrad.ops import OPERATORS
+from npugrad.products import Product, product_from_name
+from npugrad.profiles import asked_release
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from npugrad.operator import OpRecord
+    from npugrad.releases import CannRelease
 
 _PIPED_WIDTH = 200
 """Width without a terminal: wide, so that lines are not broken for grep."""
@@ -29,6 +33,12 @@ _PIPED_WIDTH = 200
 STDOUT = Path("-")
 """Stands for standard output where a file is asked for."""
 
+CannOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="RELEASE", help="CANN release whose pages decide, such as 9.1.0. Default: the records' own."
+    ),
+]
 Timeout = Annotated[float, typer.Option("--timeout", help="Deadline of the call in seconds.")]
 
 
@@ -115,6 +125,24 @@ def reporting(failed: int = 1) -> Iterator[None]:
         fail(f"{error.reason}{number}: {error}{request}", failed)
     except (TypeError, ValueError) as error:  # a name or a value that the client itself rejects
         fail(str(error), 2)
+
+
+def product_named(name: str | None) -> Product | None:
+    """The product of an option; None if it was not given."""
+    try:
+        return None if name is None else product_from_name(name)
+    except ValueError as error:
+        raise FileError(f"--product: {error}") from None
+
+
+def cann_release(text: str | None) -> CannRelease | None:
+    """The release that was asked for; says on standard error if its pages are not known."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        release = asked_release(text)
+    for each in told:
+        err().print(f"warning: {each.message}")
+    return release
 
 
 def find_record(name: str) -> OpRecord:

@@ -27,7 +27,7 @@ from npugrad.v1 import tensor_pb2 as npugrad_dot_v1_dot_tensor__pb2
 from npugrad.v1 import validation_pb2 as npugrad_dot_v1_dot_validation__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17npugrad/v1/server.proto\x12\nnpugrad.v1\x1a\x1anpugrad/v1/operators.proto\x1a\x17npugrad/v1/tensor.proto\x1a\x1bnpugrad/v1/validation.proto\"\x16\n\x14GetServerInfoRequest\"\x99\x01\n\x06\x44\x65vice\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x62\x61\x63kend\x18\x02 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x03 \x01(\t\x12\x11\n\tsimulated\x18\x04 \x01(\x08\x12&\n\x05state\x18\x05 \x01(\x0e\x32\x17.npugrad.v1.DeviceState\x12\x10\n\x08restarts\x18\x06 \x01(\r\x12\x0e\n\x06reason\x18\x07 \x01(\t\"\x99\x02\n\x06Limits\x12\x19\n\x11max_message_bytes\x18\x01 \x01(\x04\x12\x17\n\x0fmax_chunk_bytes\x18\x02 \x01(\x04\x12\x1f\n\x17recommended_chunk_bytes\x18\x03 \x01(\x04\x12\x19\n\x11input_arena_bytes\x18\x04 \x01(\x04\x12\x1a\n\x12output_arena_bytes\x18\x05 \x01(\x04\x12\x17\n\x0fmax_queue_depth\x18\x06 \x01(\r\x12\x1a\n\x12\x66ront_memory_bytes\x18\x07 \x01(\x04\x12\x11\n\tmax_calls\x18\x08 \x01(\r\x12\"\n\x1amax_streams_per_connection\x18\t \x01(\r\x12\x17\n\x0fmax_connections\x18\n \x01(\r\"\x99\x04\n\x15GetServerInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12$\n\x07product\x18\x02 \x01(\x0e\x32\x13.npugrad.v1.Product\x12#\n\x07\x64\x65vices\x18\x03 \x03(\x0b\x32\x12.npugrad.v1.Device\x12\"\n\x06limits\x18\x04 \x01(\x0b\x32\x12.npugrad.v1.Limits\x12\x41\n\x08versions\x18\x05 \x03(\x0b\x32/.npugrad.v1.GetServerInfoResponse.VersionsEntry\x12\x11\n\toperators\x18\x06 \x03(\t\x12\x10\n\x08\x64raining\x18\x07 \x01(\x08\x12\x10\n\x08uptime_s\x18\x08 \x01(\x01\x12\x13\n\x0bqueue_depth\x18\t \x01(\r\x12\x16\n\x0e\x61\x63\x63\x65pted_calls\x18\n \x01(\x04\x12\x1e\n\x16input_arena_used_bytes\x18\x0b \x01(\x04\x12\x1f\n\x17output_arena_used_bytes\x18\x0c \x01(\x04\x12\x1c\n\x14\x66ront_requests_bytes\x18\r \x01(\x04\x12\x1b\n\x13\x66ront_replies_bytes\x18\x0e \x01(\x04\x12\x1a\n\rverify_sample\x18\x0f \x01(\x01H\x00\x88\x01\x01\x1a/\n\rVersionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\x10\n\x0e_verify_sample\"<\n\x14ListOperatorsRequest\x12$\n\x07product\x18\x01 \x01(\x0e\x32\x13.npugrad.v1.Product\"@\n\x15ListOperatorsResponse\x12\'\n\toperators\x18\x01 \x03(\x0b\x32\x14.npugrad.v1.Operator\"\xc2\x01\n\x08Operator\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\naclnn_name\x18\x02 \x01(\t\x12\x0f\n\x07summary\x18\x03 \x01(\t\x12)\n\nparameters\x18\x04 \x03(\x0b\x32\x15.npugrad.v1.Parameter\x12\x33\n\x0b\x63onstraints\x18\x05 \x03(\x0b\x32\x1e.npugrad.v1.OperatorConstraint\x12\x11\n\tsupported\x18\x06 \x01(\x08\x12\x10\n\x08min_cann\x18\x07 \x01(\t\"\x80\x01\n\tParameter\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x63_name\x18\x02 \x01(\t\x12\x0c\n\x04role\x18\x03 \x01(\t\x12\x0b\n\x03\x64oc\x18\x04 \x01(\t\x12(\n\ndata_types\x18\x05 \x03(\x0e\x32\x14.npugrad.v1.DataType\x12\x10\n\x08optional\x18\x06 \x01(\x08\"\x88\x01\n\x12OperatorConstraint\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04\x63ode\x18\x02 \x01(\x05\x12\x0c\n\x04text\x18\x03 \x01(\t\x12#\n\x07sources\x18\x04 \x03(\x0b\x32\x12.npugrad.v1.Source\x12\x10\n\x08operands\x18\x05 \x03(\t\x12\x13\n\x0bvendor_code\x18\x06 \x01(\t*\xb0\x01\n\x0b\x44\x65viceState\x12\x1c\n\x18\x44\x45VICE_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15\x44\x45VICE_STATE_STARTING\x10\x01\x12\x16\n\x12\x44\x45VICE_STATE_READY\x10\x02\x12\x1b\n\x17\x44\x45VICE_STATE_RESTARTING\x10\x03\x12\x15\n\x11\x44\x45VICE_STATE_DOWN\x10\x04\x12\x1c\n\x18\x44\x45VICE_STATE_QUARANTINED\x10\x05\x32\xbb\x01\n\rServerService\x12T\n\rGetServerInfo\x12 .npugrad.v1.GetServerInfoRequest\x1a!.npugrad.v1.GetServerInfoResponse\x12T\n\rListOperators\x12 .npugrad.v1.ListOperatorsRequest\x1a!.npugrad.v1.ListOperatorsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17npugrad/v1/server.proto\x12\nnpugrad.v1\x1a\x1anpugrad/v1/operators.proto\x1a\x17npugrad/v1/tensor.proto\x1a\x1bnpugrad/v1/validation.proto\"\x16\n\x14GetServerInfoRequest\"\x99\x01\n\x06\x44\x65vice\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x62\x61\x63kend\x18\x02 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x03 \x01(\t\x12\x11\n\tsimulated\x18\x04 \x01(\x08\x12&\n\x05state\x18\x05 \x01(\x0e\x32\x17.npugrad.v1.DeviceState\x12\x10\n\x08restarts\x18\x06 \x01(\r\x12\x0e\n\x06reason\x18\x07 \x01(\t\"\x99\x02\n\x06Limits\x12\x19\n\x11max_message_bytes\x18\x01 \x01(\x04\x12\x17\n\x0fmax_chunk_bytes\x18\x02 \x01(\x04\x12\x1f\n\x17recommended_chunk_bytes\x18\x03 \x01(\x04\x12\x19\n\x11input_arena_bytes\x18\x04 \x01(\x04\x12\x1a\n\x12output_arena_bytes\x18\x05 \x01(\x04\x12\x17\n\x0fmax_queue_depth\x18\x06 \x01(\r\x12\x1a\n\x12\x66ront_memory_bytes\x18\x07 \x01(\x04\x12\x11\n\tmax_calls\x18\x08 \x01(\r\x12\"\n\x1amax_streams_per_connection\x18\t \x01(\r\x12\x17\n\x0fmax_connections\x18\n \x01(\r\"\xa7\x04\n\x15GetServerInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12$\n\x07product\x18\x02 \x01(\x0e\x32\x13.npugrad.v1.Product\x12#\n\x07\x64\x65vices\x18\x03 \x03(\x0b\x32\x12.npugrad.v1.Device\x12\"\n\x06limits\x18\x04 \x01(\x0b\x32\x12.npugrad.v1.Limits\x12\x41\n\x08versions\x18\x05 \x03(\x0b\x32/.npugrad.v1.GetServerInfoResponse.VersionsEntry\x12\x11\n\toperators\x18\x06 \x03(\t\x12\x10\n\x08\x64raining\x18\x07 \x01(\x08\x12\x10\n\x08uptime_s\x18\x08 \x01(\x01\x12\x13\n\x0bqueue_depth\x18\t \x01(\r\x12\x16\n\x0e\x61\x63\x63\x65pted_calls\x18\n \x01(\x04\x12\x1e\n\x16input_arena_used_bytes\x18\x0b \x01(\x04\x12\x1f\n\x17output_arena_used_bytes\x18\x0c \x01(\x04\x12\x1c\n\x14\x66ront_requests_bytes\x18\r \x01(\x04\x12\x1b\n\x13\x66ront_replies_bytes\x18\x0e \x01(\x04\x12\x1a\n\rverify_sample\x18\x0f \x01(\x01H\x00\x88\x01\x01\x12\x0c\n\x04\x63\x61nn\x18\x10 \x01(\t\x1a/\n\rVersionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\x10\n\x0e_verify_sample\"<\n\x14ListOperatorsRequest\x12$\n\x07product\x18\x01 \x01(\x0e\x32\x13.npugrad.v1.Product\"@\n\x15ListOperatorsResponse\x12\'\n\toperators\x18\x01 \x03(\x0b\x32\x14.npugrad.v1.Operator\"\xc2\x01\n\x08Operator\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\naclnn_name\x18\x02 \x01(\t\x12\x0f\n\x07summary\x18\x03 \x01(\t\x12)\n\nparameters\x18\x04 \x03(\x0b\x32\x15.npugrad.v1.Parameter\x12\x33\n\x0b\x63onstraints\x18\x05 \x03(\x0b\x32\x1e.npugrad.v1.OperatorConstraint\x12\x11\n\tsupported\x18\x06 \x01(\x08\x12\x10\n\x08min_cann\x18\x07 \x01(\t\"\x80\x01\n\tParameter\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x63_name\x18\x02 \x01(\t\x12\x0c\n\x04role\x18\x03 \x01(\t\x12\x0b\n\x03\x64oc\x18\x04 \x01(\t\x12(\n\ndata_types\x18\x05 \x03(\x0e\x32\x14.npugrad.v1.DataType\x12\x10\n\x08optional\x18\x06 \x01(\x08\"\x88\x01\n\x12OperatorConstraint\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04\x63ode\x18\x02 \x01(\x05\x12\x0c\n\x04text\x18\x03 \x01(\t\x12#\n\x07sources\x18\x04 \x03(\x0b\x32\x12.npugrad.v1.Source\x12\x10\n\x08operands\x18\x05 \x03(\t\x12\x13\n\x0bvendor_code\x18\x06 \x01(\t*\xb0\x01\n\x0b\x44\x65viceState\x12\x1c\n\x18\x44\x45VICE_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15\x44\x45VICE_STATE_STARTING\x10\x01\x12\x16\n\x12\x44\x45VICE_STATE_READY\x10\x02\x12\x1b\n\x17\x44\x45VICE_STATE_RESTARTING\x10\x03\x12\x15\n\x11\x44\x45VICE_STATE_DOWN\x10\x04\x12\x1c\n\x18\x44\x45VICE_STATE_QUARANTINED\x10\x05\x32\xbb\x01\n\rServerService\x12T\n\rGetServerInfo\x12 .npugrad.v1.GetServerInfoRequest\x1a!.npugrad.v1.GetServerInfoResponse\x12T\n\rListOperators\x12 .npugrad.v1.ListOperatorsRequest\x1a!.npugrad.v1.ListOperatorsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,8 +36,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_GETSERVERINFORESPONSE_VERSIONSENTRY']._loaded_options = None
   _globals['_GETSERVERINFORESPONSE_VERSIONSENTRY']._serialized_options = b'8\001'
-  _globals['_DEVICESTATE']._serialized_start=1721
-  _globals['_DEVICESTATE']._serialized_end=1897
+  _globals['_DEVICESTATE']._serialized_start=1735
+  _globals['_DEVICESTATE']._serialized_end=1911
   _globals['_GETSERVERINFOREQUEST']._serialized_start=121
   _globals['_GETSERVERINFOREQUEST']._serialized_end=143
   _globals['_DEVICE']._serialized_start=146
@@ -45,19 +45,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LIMITS']._serialized_start=302
   _globals['_LIMITS']._serialized_end=583
   _globals['_GETSERVERINFORESPONSE']._serialized_start=586
-  _globals['_GETSERVERINFORESPONSE']._serialized_end=1123
-  _globals['_GETSERVERINFORESPONSE_VERSIONSENTRY']._serialized_start=1058
-  _globals['_GETSERVERINFORESPONSE_VERSIONSENTRY']._serialized_end=1105
-  _globals['_LISTOPERATORSREQUEST']._serialized_start=1125
-  _globals['_LISTOPERATORSREQUEST']._serialized_end=1185
-  _globals['_LISTOPERATORSRESPONSE']._serialized_start=1187
-  _globals['_LISTOPERATORSRESPONSE']._serialized_end=1251
-  _globals['_OPERATOR']._serialized_start=1254
-  _globals['_OPERATOR']._serialized_end=1448
-  _globals['_PARAMETER']._serialized_start=1451
-  _globals['_PARAMETER']._serialized_end=1579
-  _globals['_OPERATORCONSTRAINT']._serialized_start=1582
-  _globals['_OPERATORCONSTRAINT']._serialized_end=1718
-  _globals['_SERVERSERVICE']._serialized_start=1900
-  _globals['_SERVERSERVICE']._serialized_end=2087
+  _globals['_GETSERVERINFORESPONSE']._serialized_end=1137
+  _globals['_GETSERVERINFORESPONSE_VERSIONSENTRY']._serialized_start=1072
+  _globals['_GETSERVERINFORESPONSE_VERSIONSENTRY']._serialized_end=1119
+  _globals['_LISTOPERATORSREQUEST']._serialized_start=1139
+  _globals['_LISTOPERATORSREQUEST']._serialized_end=1199
+  _globals['_LISTOPERATORSRESPONSE']._serialized_start=1201
+  _globals['_LISTOPERATORSRESPONSE']._serialized_end=1265
+  _globals['_OPERATOR']._serialized_start=1268
+  _globals['_OPERATOR']._serialized_end=1462
+  _globals['_PARAMETER']._serialized_start=1465
+  _globals['_PARAMETER']._serialized_end=1593
+  _globals['_OPERATORCONSTRAINT']._serialized_start=1596
+  _globals['_OPERATORCONSTRAINT']._serialized_end=1732
+  _globals['_SERVERSERVICE']._serialized_start=1914
+  _globals['_SERVERSERVICE']._serialized_end=2101
 # @@protoc_insertion_point(module_scope)

@@ -207,6 +207,7 @@ class GetServerInfoResponse(google.protobuf.message.Message):
     FRONT_REQUESTS_BYTES_FIELD_NUMBER: builtins.int
     FRONT_REPLIES_BYTES_FIELD_NUMBER: builtins.int
     VERIFY_SAMPLE_FIELD_NUMBER: builtins.int
+    CANN_FIELD_NUMBER: builtins.int
     version: builtins.str
     """Version of the server."""
     product: npugrad.v1.operators_pb2.Product.ValueType
@@ -233,6 +234,8 @@ class GetServerInfoResponse(google.protobuf.message.Message):
     """Fraction of calls without `verify` whose results are compared with the reference. At 0 nothing but
     canaries finds a device that computes wrong results without failing. Absent: unknown.
     """
+    cann: builtins.str
+    """Release of CANN by whose pages calls are checked; empty for the pages that the operators are documented by."""
     @property
     def devices(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Device]:
         """Its devices."""
@@ -267,9 +270,10 @@ class GetServerInfoResponse(google.protobuf.message.Message):
         front_requests_bytes: builtins.int = ...,
         front_replies_bytes: builtins.int = ...,
         verify_sample: builtins.float | None = ...,
+        cann: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_verify_sample", b"_verify_sample", "limits", b"limits", "verify_sample", b"verify_sample"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_verify_sample", b"_verify_sample", "accepted_calls", b"accepted_calls", "devices", b"devices", "draining", b"draining", "front_replies_bytes", b"front_replies_bytes", "front_requests_bytes", b"front_requests_bytes", "input_arena_used_bytes", b"input_arena_used_bytes", "limits", b"limits", "operators", b"operators", "output_arena_used_bytes", b"output_arena_used_bytes", "product", b"product", "queue_depth", b"queue_depth", "uptime_s", b"uptime_s", "verify_sample", b"verify_sample", "version", b"version", "versions", b"versions"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_verify_sample", b"_verify_sample", "accepted_calls", b"accepted_calls", "cann", b"cann", "devices", b"devices", "draining", b"draining", "front_replies_bytes", b"front_replies_bytes", "front_requests_bytes", b"front_requests_bytes", "input_arena_used_bytes", b"input_arena_used_bytes", "limits", b"limits", "operators", b"operators", "output_arena_used_bytes", b"output_arena_used_bytes", "product", b"product", "queue_depth", b"queue_depth", "uptime_s", b"uptime_s", "verify_sample", b"verify_sample", "version", b"version", "versions", b"versions"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_verify_sample", b"_verify_sample"]) -> typing.Literal["verify_sample"] | None: ...
 
 global___GetServerInfoResponse = GetServerInfoResponse

@@ -145,6 +145,7 @@ class Fleet:
             self._threads,
             print_fd=self._settings.print_fd,
             module=self._settings.worker_module,
+            cann=self._settings.cann,
         )
         device.spawning = self.start(start)
         device.spawning.add_done_callback(

@@ -71,6 +71,7 @@ class WorkerProcess:
         *,
         print_fd: int = 2,
         module: str = WORKER_MODULE,
+        cann: str = "",
     ) -> None:
         """Starts the process; takes some milliseconds.
 
@@ -82,6 +83,7 @@ class WorkerProcess:
             threads: Number of linear algebra threads, unless the environment sets one.
             print_fd: Descriptor that it prints to.
             module: Module that it runs.
+            cann: Release of CANN whose pages its records follow; empty for their own.
 
         Raises:
             OSError: The host is out of processes, memory or descriptors.
@@ -92,6 +94,7 @@ class WorkerProcess:
         self.plans = SentPlans(self.send)
         self._mark = uuid.uuid4().hex
         self._inputs = inputs
+        self._release = [cann] * bool(cann)
         self._last_words = ""
         self.was_killed = False
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -119,7 +122,7 @@ class WorkerProcess:
         environment = dict.fromkeys(_THREAD_SETTINGS, given) | dict(os.environ) | {MARK: self._mark}
         return start_child(
             lambda: subprocess.Popen(
-                [sys.executable, "-m", module, self.device, str(theirs.fileno())],
+                [sys.executable, "-m", module, self.device, str(theirs.fileno()), *self._release],
                 pass_fds=(theirs.fileno(), self._inputs.worker_fd, self.outputs.fd),
                 env=environment,
                 stdin=subprocess.DEVNULL,

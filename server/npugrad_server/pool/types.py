@@ -11,6 +11,7 @@ from functools import cached_property
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
+from npugrad.releases import CannRelease
 from npugrad_server.pool.tenant import NOBODY, Tenant
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ class PoolSettings:
         canary_interval_s: Seconds between two rounds of a device's canaries; 0 for none once it is ready.
         print_fd: Descriptor that workers print to, standard error by default.
         worker_module: Module that a worker process runs.
+        cann: Release of CANN by whose pages calls are checked; empty for the records' own.
     """
 
     devices: tuple[str, ...]
@@ -84,6 +86,12 @@ class PoolSettings:
     verify_sample: float = 0.0
     print_fd: int = 2
     worker_module: str = WORKER_MODULE
+    cann: str = ""
+
+    @property
+    def release(self) -> CannRelease | None:
+        """The release of `cann`; None for the records' own pages."""
+        return CannRelease.parse(self.cann) if self.cann else None
 
     @property
     def start_limit_s(self) -> float:

@@ -298,7 +298,7 @@ class Verification:
         self._seats.append(seat)
         start = partial(
             WorkerProcess, NAME, 1, self._inputs, 1, max(1, cpu_count() // self._count),
-            print_fd=self._settings.print_fd, module=self._settings.worker_module,
+            print_fd=self._settings.print_fd, module=self._settings.worker_module, cann=self._settings.cann,
         )  # fmt: skip
         future = self._fleet.start(start)
         self._starting.add(future)

@@ -93,6 +93,7 @@ class ServerServicer:
             front_requests_bytes=memory.requests_bytes,
             front_replies_bytes=memory.replies_bytes,
             verify_sample=settings.verify_sample,
+            cann=settings.cann,
         )
 
     async def list_operators(

@@ -1,4 +1,4 @@
-"""Entry point of a worker process: ``python -m npugrad_server.worker DEVICE CONTROL_FD``.
+"""Entry point of a worker process: ``python -m npugrad_server.worker DEVICE CONTROL_FD [CANN]``.
 
 DEVICE identifies the process in process lists; the device to open comes over the socket.
 """
@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from npugrad.ops import OPERATORS
+from npugrad.profiles import records_at
+from npugrad.releases import CannRelease
 from npugrad_server.worker.descendants import keep_from_programs, leave
 from npugrad_server.worker.loop import Worker
 from npugrad_server.worker.memory import keep_freed_memory
@@ -29,7 +31,8 @@ def main(arguments: list[str], records: Mapping[str, OpRecord] = OPERATORS) -> i
     """Runs a worker until its socket is closed.
 
     Args:
-        arguments: Name of the device, or `verifier.NAME`; number of the inherited socket.
+        arguments: Name of the device, or `verifier.NAME`; number of the inherited socket; release of CANN
+            whose pages the records follow, if not their own.
         records: The operators by name.
 
     Returns:
@@ -45,6 +48,7 @@ def main(arguments: list[str], records: Mapping[str, OpRecord] = OPERATORS) -> i
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("500")
     control = socket.socket(fileno=int(arguments[1]))
+    records = records_at(records, next(map(CannRelease.parse, arguments[2:]), None))
     if arguments[0] == NAME:
         return Verifier(control, records).serve()
     keep_freed_memory()

@@ -276,6 +276,22 @@ def test_explain_needs_no_server_and_guides_a_slip() -> None:
     assert failed(run("explain", "161020"), 2).startswith("found '161020'; did you mean 161002")
 
 
+def test_explain_and_validate_follow_the_pages_of_a_release() -> None:
+    found = json.loads(run("explain", "layer_norm_backward", "--cann", "8.5.0", "--json").stdout)["operator"]
+    assert ([*found["products"]], found["cann"]) == (["atlas-a2", "atlas-a3"], "8.5.0")
+    old = run("explain", "multi_scale_deformable_attention_grad", "--cann", "8.2")
+    assert "By the pages of CANN 8.5.0.\n  gradOutput has rank 4; npugrad: 3 as well\n" in old.stdout
+    assert old.stderr == (
+        "warning: CANN 8.2: the pages of 8.5.0 to 9.2.0-beta.2 are known; calls are checked by those of "
+        "8.5.0\n"
+    )
+    product = ("--local", "--product", "atlas-training", "--cann")
+    assert "561103 product.supported: product: found Atlas training" in run(*NORM, *product, "8.5.0").stdout
+    assert "product.supported" not in run(*NORM, *product, "9.0.0").stdout
+    assert failed(run(*NORM, "--local", "--cann", "new"), 2).startswith("cann: found 'new'; expected a rel")
+    assert failed(run(*NORM, "--cann", "9.0.0"), 2).startswith("--cann: found it without --local; expected")
+
+
 # ------------------------------------------------------------------------------------- records made by hand
 
 
