@@ -29,7 +29,9 @@ def fits(operator: str, operands: Metas, attrs: Mapping[str, Any]) -> bool:
         operands: Type and shape of each by name, None for missing ones.
         attrs: Attributes of the operator by name.
     """
-    return _FITS[operator]({name: meta for name, meta in operands.items() if meta is not None}, attrs)
+    is_fitting = _FITS.get(operator)  # of others, the forward pass refuses what does not fit
+    given = {name: meta for name, meta in operands.items() if meta is not None}
+    return is_fitting is None or is_fitting(given, attrs)
 
 
 def is_mixed(operands: Metas) -> bool:

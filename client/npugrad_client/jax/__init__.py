@@ -22,6 +22,7 @@ from npugrad_client.jax._floyd import fused_floyd_attention
 from npugrad_client.jax._grid_sample import grid_sample
 from npugrad_client.jax._group_norm import group_norm
 from npugrad_client.jax._layer_norm import layer_norm
+from npugrad_client.jax._remote_gradient import remote_gradient
 
 __all__ = [
     "Policies",
@@ -33,4 +34,5 @@ __all__ = [
     "group_norm",
     "layer_norm",
     "multi_scale_deformable_attention",
+    "remote_gradient",
 ]

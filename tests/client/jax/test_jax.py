@@ -25,6 +25,7 @@ from npugrad_client import (
     NullOperand,
     OperatorError,
     WrongType,
+    WrongValue,
 )
 
 jax = pytest.importorskip("jax", reason="jax is not installed: `make test-jax` has it")
@@ -34,6 +35,7 @@ from jax.test_util import check_grads
 
 import npugrad_client.jax as adapter
 from npugrad_client.jax import (
+    Policies,
     _deformable,
     _floyd,
     _grid_sample,
@@ -42,6 +44,7 @@ from npugrad_client.jax import (
     group_norm,
     layer_norm,
     multi_scale_deformable_attention,
+    remote_gradient,
 )
 
 NOWHERE = "127.0.0.1:1"
@@ -209,6 +212,27 @@ def test_values_and_gradients(client: Client, rng: Any, name: str, dtype: Any, g
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("operator", "forward", "attrs"),
+    [
+        ("silu_backward", jax.nn.silu, {}),
+        ("gelu_backward_v2", partial(jax.nn.gelu, approximate=True), {"approximate": "tanh"}),
+        ("softmax_backward", jax.nn.softmax, {"dim": -1}),
+    ],
+)
+def test_gradients_by_the_operands_that_a_record_names(
+    client: Client, rng: Any, operator: str, forward: Any, attrs: Any
+) -> None:
+    policies = Policies()
+    function = remote_gradient(forward, operator, client=client, policies=policies, **attrs)
+    x, upstream = normal(rng, 3, 7), normal(rng, 3, 7)
+    found = jax.jit(jax.vjp(function, x)[1])(upstream)
+    close(found, jax.vjp(forward, x)[1](upstream), F32)
+    assert policies.summary().sent == 1
+    with pytest.raises(WrongValue, match="found group_norm_backward, which needs grad_out, input, mean"):
+        remote_gradient(forward, "group_norm_backward", client=client)
+
+
 def test_floyd_attention_with_a_mask(client: Client, rng: Any) -> None:
     call, mask = floyd(rng, BF16), jnp.asarray(rng.uniform(size=(1, 1, 16, 1, 128)) < 0.3)
     mask = mask.at[:, :, 2:5].set(True)  # rows without any key
