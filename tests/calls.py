@@ -39,7 +39,7 @@ UPLOAD_HXW = 4096
 
 @cache
 def cpu_backend() -> CpuBackend:
-    """The CPU backend as a worker has it: its results do not depend on the number of threads."""
+    """The CPU backend as a worker has it; PyTorch's results depend on the number of threads, no others do."""
     backend = CpuBackend()
     backend.open(parse_device("cpu:0"), Product.ATLAS_A2, 1)
     return backend

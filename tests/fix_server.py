@@ -255,9 +255,12 @@ def server_flags(*flags: str, devices: str = "cpu:0", listen: str = "127.0.0.1:0
 
 
 def server_environment(env: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment of this process without its own settings of the server, and what is given."""
+    """The environment of this process without its own settings of the server, and what is given.
+
+    Workers do without PyTorch, as importing it takes each of them seconds.
+    """
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("NPUGRAD_")}
-    return {**inherited, "OMP_NUM_THREADS": "1", **(env or {})}
+    return {**inherited, "OMP_NUM_THREADS": "1", "NPUGRAD_KERNELS_TORCH": "off", **(env or {})}
 
 
 @cache

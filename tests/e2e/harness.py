@@ -53,13 +53,13 @@ UNARY, STREAMED = 2**40, 0
 
 
 def own_threads() -> dict[str, str]:
-    """Environment that gives workers as many threads for linear algebra as this process has.
+    """Environment that gives workers PyTorch, and as many threads for linear algebra as this process has.
 
     Results are the same bit for bit only under the same number.
     """
     own = os.environ.get("OPENBLAS_NUM_THREADS") or os.environ.get("OMP_NUM_THREADS")
     threads = own or str(len(os.sched_getaffinity(0)))
-    return {"OMP_NUM_THREADS": threads, "OPENBLAS_NUM_THREADS": threads}
+    return {"OMP_NUM_THREADS": threads, "OPENBLAS_NUM_THREADS": threads, "NPUGRAD_KERNELS_TORCH": "auto"}
 
 
 @contextmanager

@@ -62,7 +62,7 @@ def test_each_call_says_what_computed_it_where_kernels_are_not_for_all(
     if cpu_backend().name != "cpu":
         pytest.skip("no compiled kernels here")
     (tmp_path / "sitecustomize.py").write_text(WITHOUT_ONE)
-    running = start_server(env={"PYTHONPATH": str(tmp_path)})
+    running = start_server(env={"PYTHONPATH": str(tmp_path), "NPUGRAD_KERNELS_TORCH": "auto"})
     with running.channel() as channel:
         for record, backend in ((GROUP_NORM, "cpu"), (GRID_SAMPLER, "cpu-reference")):
             made = fill(record, record.build())

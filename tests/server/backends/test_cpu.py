@@ -22,11 +22,13 @@ from npugrad.tolerance import compare
 from npugrad_server.backends.base import DeviceCall
 from npugrad_server.backends.cpu import CpuBackend
 from npugrad_server.backends.cpu.kernels import SETTING
+from npugrad_server.backends.cpu.torch import SETTING as NO_TORCH
+from npugrad_server.backends.cpu.torch import Torch
 from npugrad_server.devices import parse_device
 
 
 class Watched:
-    """A CPU backend that notes what computes: each entry into a reference, each kernel that did not refuse.
+    """A CPU backend that notes what computes: references, and kernels and PyTorch where they did not refuse.
 
     Attributes:
         backend: It, opened.
@@ -39,6 +41,14 @@ class Watched:
         bound: dict[str, Any] = self.backend._kernels._bound if self.backend._kernels else {}
         for name, kernel in bound.items():
             bound[name] = replace(kernel, run=self._noting(kernel.run))
+        found: Any = self.backend._torch
+        run = found.run
+
+        def noting(*arguments: Any) -> bool:
+            self.entries += ["cpu-torch"] if (ran := run(*arguments)) else []
+            return bool(ran)
+
+        found.run = noting
 
     def _noting(self, run: Any) -> Any:
         def noting(context: Any, address: Any) -> int:
@@ -60,10 +70,11 @@ class Watched:
 
 @pytest.fixture(scope="module", params=["kernels", "none"])
 def watched(request: pytest.FixtureRequest) -> Iterator[Watched]:
-    """Give a backend with compiled kernels, where there are some, and one without."""
+    """Give a backend with compiled kernels, where there are some, and one with neither these nor PyTorch."""
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "none":
             patch.setenv(SETTING, "none")
+            patch.setenv(NO_TORCH, "off")
         made = Watched()
         if request.param == "kernels" and made.backend.name != "cpu":
             pytest.skip("no compiled kernels here")
@@ -85,12 +96,14 @@ def test_each_call_says_what_computed_it(watched: Watched, record: OpRecord) -> 
                 inputs[name] = every_second(array) if layout == "strided" else expanded
         watched.entries.clear()
         timings = watched.backend.run(watched.record(record), made(record, call, inputs)[0])
-        takes = watched.backend._kernels is not None and record.name in watched.backend._kernels.operators
+        kernels = watched.backend._kernels
+        takes = kernels is not None and record.name in kernels.operators
+        by_torch = kernels is not None and Torch.has(record) and record.binding and record.binding.takes(call)
         with told((dtype, layout)):
             assert watched.entries == [timings.backend or watched.backend.name]
             # Kernels take float64 where the documents have it.
             takes &= dtype != "float64" or dtype in record.inputs[0].dtypes[Product.ATLAS_A2]
-            assert watched.entries == ["cpu" if takes else "cpu-reference"]
+            assert watched.entries == ["cpu" if takes else "cpu-torch" if by_torch else "cpu-reference"]
 
 
 def made(

@@ -208,7 +208,7 @@ def test_a_pytorch_that_does_not_fit_is_not_used(monkeypatch: pytest.MonkeyPatch
     )
     monkeypatch.setenv(SETTING, "off")
     with opened(LAYER_NORM) as backend:
-        assert backend.description.endswith("; no PyTorch: NPUGRAD_CPU_TORCH=off")
+        assert backend.description.endswith("; no PyTorch: NPUGRAD_KERNELS_TORCH=off")
         call = LAYER_NORM.build()
         inputs = LAYER_NORM.make_inputs(call, np.random.default_rng(0))
         assert ran(backend, LAYER_NORM, call, inputs)[0] == "cpu-reference"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tests.server.kernels.driven import driver_command
 
-from npugrad import Product
+from npugrad import OPERATORS, Product
 from npugrad_server.backends.cpu.backend import CpuBackend
 from npugrad_server.backends.cpu.kernels import (
     SETTING,
@@ -114,7 +114,7 @@ def test_the_backend_names_the_variant(libraries: Path, monkeypatch: pytest.Monk
 def test_the_backend_says_why_it_runs_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SETTING, "none")
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    backend = CpuBackend()
+    backend = CpuBackend({"group_norm_backward": OPERATORS["group_norm_backward"]})
     backend.open(parse_device("cpu:0"), Product.ATLAS_A2, 1)
     assert (backend.name, backend.simulated) == ("cpu-reference", False)
     assert backend.description == (

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from npugrad_server.backends.base import DeviceCall
     from npugrad_server.backends.cpu.calls import Arrays
 
-SETTING = "NPUGRAD_CPU_TORCH"
+SETTING = "NPUGRAD_KERNELS_TORCH"
 """Environment variable; with ``off``, PyTorch is not used even where it is installed."""
 _LOOK_S = 0.1
 """How often a call that waits for the import looks whether it is still wanted, in seconds."""
