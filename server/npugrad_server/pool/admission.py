@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from npugrad.errors import CallTooLarge, DeadlineExceeded, ServerBusy
 from npugrad_server.pool.device_memory import FLOAT64_BYTES, need_of
-from npugrad_server.pool.quotas import Claims, Quotas
+from npugrad_server.pool.quotas import Quotas, Turns
 from npugrad_server.pool.regions import ALIGNMENT, Region, RegionAllocator, aligned
 from npugrad_server.pool.run_times import work_size_of
 
@@ -169,7 +169,7 @@ class AdmissionControl:
 
     Attributes:
         quotas: Quotas of the tenants.
-        claims: Memory that tenants leave to others.
+        turns: Memory that tenants leave to others.
         operands: Allocator of regions of the input arena.
         output_bytes: Size of each output arena, a multiple of `ALIGNMENT`.
         memory_bytes: Host memory for what workers allocate for calls.
@@ -184,7 +184,7 @@ class AdmissionControl:
             own_memory: Whether the devices have memory of their own.
         """
         self.quotas = Quotas()
-        self.claims = Claims()
+        self.turns = Turns()
         self.operands = RegionAllocator(settings.input_arena_bytes)
         self.output_bytes = settings.output_arena_bytes // ALIGNMENT * ALIGNMENT
         self.memory_bytes = memory_bytes
@@ -288,7 +288,7 @@ class AdmissionControl:
         drop: Callable[[Sequence[Tenant]], bool],
         now: float,
     ) -> Region:
-        """Allocates operand memory, but what others claim; arguments and errors as for `reserve`."""
+        """Allocates operand memory, but what is for others; arguments and errors as for `reserve`."""
         operator, tenant, quotas = planned.plan.record.name, planned.tenant, self.quotas
         self._leave_room(planned, demand, now)
         region = self.operands.allocate(demand.inputs.nbytes)
@@ -300,21 +300,21 @@ class AdmissionControl:
         if region is None:
             used = f"{self.operands.used_bytes} of {self.operands.nbytes}"
             what = f"no room for {demand.inputs.nbytes} bytes of operands now: {used} bytes are in use"
-            raise _busy(operator, what, prediction, retry_after_s=self.claims.retry_after_s(tenant, now))
-        self.claims.admitted(tenant, now)
+            raise _busy(operator, what, prediction, retry_after_s=self.turns.retry_after_s(tenant, now))
+        self.turns.admitted(tenant, now)
         return region
 
     def _leave_room(self, planned: PlannedCall, demand: Demand, now: float) -> None:
-        """Refuses a call over its tenant's share of operand memory that would take what others claim."""
+        """Refuses a call over its tenant's share of operand memory that would take what is for others."""
         tenant, wanted, most = planned.tenant, demand.inputs.nbytes, self.operands.nbytes
-        claimed, share, left_s = self.claims.of_others(tenant, now)
+        others_bytes, share, left_s = self.turns.of_others(tenant, now)
         use = self.quotas.uses.get(tenant.name)
         held = demand.inflight_bytes + (use.inflight_bytes if use is not None else 0)
-        if claimed and held > share * most and self.operands.used_bytes + wanted + claimed > most:
+        if others_bytes and held > share * most and self.operands.used_bytes + wanted + others_bytes > most:
             operator = planned.plan.record.name
             raise ServerBusy(
                 f"{operator}: no room for {wanted} bytes of operands now: tenant {tenant.name} would hold "
-                f"more than its share, and {claimed} are for others, who found none beside its uploads",
+                f"more than its share, and {others_bytes} are for others, who found none beside its uploads",
                 retry_after_s=left_s,
                 operator=operator,
             )

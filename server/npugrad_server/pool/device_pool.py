@@ -166,7 +166,7 @@ class DevicePool:
             self._scheduler.forecast,
             time.monotonic(),
             eligible.most_bytes,
-            lambda over: self._make_room(over) or self._claim(planned, over),
+            lambda over: self._make_room(over) or self._give_turn(planned, over),
             drop=self._drop,
         )
 
@@ -200,13 +200,13 @@ class DevicePool:
                 return True
         return False
 
-    def _claim(self, planned: PlannedCall, over: Sequence[Tenant]) -> bool:
+    def _give_turn(self, planned: PlannedCall, over: Sequence[Tenant]) -> bool:
         """Has uploads that may finish leave room for a call afterwards; False, as there is none now."""
         uses = [self._admission.quotas.uses[tenant.name] for tenant in over]
         uploads = [t for t in self._driver.tickets.values() if not t.started and t.give_way is not None]
         if any(ticket.use in uses for ticket in uploads):
             nbytes = demand_of(planned).inputs.nbytes
-            self._admission.claims.refused(planned.tenant, nbytes, time.monotonic())
+            self._admission.turns.refused(planned.tenant, nbytes, time.monotonic())
         return False
 
     def _end_upload(self, ticket: Ticket, judged_after_s: float) -> bool:

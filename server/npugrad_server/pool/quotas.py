@@ -18,9 +18,9 @@ MAX_IDLE = 256
 """Tenants without calls whose counters are kept, so that one call at a time does not recreate them."""
 
 
-CLAIM_RETRY_S = 5.0
+TURN_RETRY_S = 5.0
 """Seconds after which a call that found uploads in its way is to come again."""
-_CLAIMED_S = CLAIM_RETRY_S + 1.0
+_TURN_S = TURN_RETRY_S + 1.0
 COMPARED_PART = 0.5
 """Fraction of the arenas that calls may keep until their results have been compared with the reference."""
 
@@ -128,7 +128,7 @@ class Quotas:
 
 
 @dataclass(eq=False)
-class _Claim:
+class _Turn:
     """Room that a tenant's calls found none of, since when and until when, on the monotonic clock.
 
     It ends some seconds after the last refusal; once a call was admitted, after as long as they found none.
@@ -141,7 +141,7 @@ class _Claim:
     is_served: bool = False
 
 
-class Claims:
+class Turns:
     """Operand memory that tenants over their share leave free: others found none beside their uploads.
 
     An upload that is over in some seconds is left to finish. But one after the other would keep others out
@@ -150,33 +150,33 @@ class Claims:
 
     def __init__(self) -> None:
         """Starts without any."""
-        self._claims: dict[str, _Claim] = {}
+        self._turns: dict[str, _Turn] = {}
 
     def refused(self, tenant: Tenant, nbytes: int, now: float) -> None:
         """A call found no room, but uploads of a tenant that is further over its share."""
-        claim = self._claims.get(tenant.name)
-        if claim is None or claim.is_served or now >= claim.until_s:
-            claim = self._claims[tenant.name] = _Claim(tenant.weight, nbytes, now, now)
-        claim.nbytes, claim.until_s = max(claim.nbytes, nbytes), now + _CLAIMED_S
+        turn = self._turns.get(tenant.name)
+        if turn is None or turn.is_served or now >= turn.until_s:
+            turn = self._turns[tenant.name] = _Turn(tenant.weight, nbytes, now, now)
+        turn.nbytes, turn.until_s = max(turn.nbytes, nbytes), now + _TURN_S
 
     def retry_after_s(self, tenant: Tenant, now: float) -> float | None:
         """When a refused call is to come again; None if no upload was in its way."""
-        claim = self._claims.get(tenant.name)
-        return CLAIM_RETRY_S if claim is not None and not claim.is_served and now < claim.until_s else None
+        turn = self._turns.get(tenant.name)
+        return TURN_RETRY_S if turn is not None and not turn.is_served and now < turn.until_s else None
 
     def admitted(self, tenant: Tenant, now: float) -> None:
         """A call found room."""
-        claim = self._claims.get(tenant.name)
-        if claim is not None and not claim.is_served:
-            claim.is_served, claim.until_s = True, 2 * now - claim.since_s
+        turn = self._turns.get(tenant.name)
+        if turn is not None and not turn.is_served:
+            turn.is_served, turn.until_s = True, 2 * now - turn.since_s
 
     def of_others(self, tenant: Tenant, now: float) -> tuple[int, float, float]:
-        """What others claim: bytes, the tenant's share beside them, and seconds until they do not."""
-        self._claims = {name: claim for name, claim in self._claims.items() if now < claim.until_s}
-        others = [claim for name, claim in self._claims.items() if name != tenant.name]
-        share = tenant.weight / (tenant.weight + sum(claim.weight for claim in others))
-        left_s = max((claim.until_s - now for claim in others), default=0.0)
-        return sum(claim.nbytes for claim in others), share, left_s
+        """What is for others: bytes, the tenant's share beside them, and seconds until they do not."""
+        self._turns = {name: turn for name, turn in self._turns.items() if now < turn.until_s}
+        others = [turn for name, turn in self._turns.items() if name != tenant.name]
+        share = tenant.weight / (tenant.weight + sum(turn.weight for turn in others))
+        left_s = max((turn.until_s - now for turn in others), default=0.0)
+        return sum(turn.nbytes for turn in others), share, left_s
 
 
 @dataclass(eq=False)

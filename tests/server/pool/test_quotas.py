@@ -16,7 +16,7 @@ from tests.server.pool.scheduling import SETTINGS, open_scheduler
 from npugrad.errors import CallTooLarge, ServerBusy
 from npugrad_server.pool import DevicePool
 from npugrad_server.pool.admission import AdmissionControl, demand_of
-from npugrad_server.pool.quotas import CLAIM_RETRY_S, MAX_IDLE, Quotas
+from npugrad_server.pool.quotas import MAX_IDLE, TURN_RETRY_S, Quotas
 from npugrad_server.pool.regions import RegionAllocator
 from npugrad_server.pool.tenant import Tenant
 
@@ -104,13 +104,13 @@ def test_tenants_take_turns_where_uploads_of_one_leave_no_room_for_the_other() -
     def ask(tenant: Tenant, now: float) -> tuple[str, float | None]:
         """What a call is told that is over at once if it is admitted."""
 
-        def claim(_: Any) -> bool:
-            admission.claims.refused(tenant, nbytes, now)
+        def give_turn(_: Any) -> bool:
+            admission.turns.refused(tenant, nbytes, now)
             return False
 
         mine = replace(planned, tenant=tenant)
         try:
-            _, region, _ = admission.reserve(mine, 0, forecast, now, make_room=claim)
+            _, region, _ = admission.reserve(mine, 0, forecast, now, make_room=give_turn)
         except ServerBusy as error:
             return str(error).partition("operands now: ")[2].split()[0], error.retry_after_s
         admission.operands.free(region)
@@ -118,7 +118,7 @@ def test_tenants_take_turns_where_uploads_of_one_leave_no_room_for_the_other() -
 
     uploads = [admission.operands.allocate(nbytes) for _ in range(2)]
     use = admission.quotas.enter(HOG, 4 * nbytes)
-    assert ask(SMALL, 1.0) == ask(SMALL, 4.0) == (f"{2 * nbytes}", CLAIM_RETRY_S)
+    assert ask(SMALL, 1.0) == ask(SMALL, 4.0) == (f"{2 * nbytes}", TURN_RETRY_S)
     for region in uploads[1:]:
         assert region is not None
         admission.operands.free(region)
