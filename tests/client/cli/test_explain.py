@@ -165,7 +165,7 @@ BOTH = "multi_scale_deformable_attention_grad, aclnnMultiScaleDeformableAttentio
         ("grad_sample", None, r"did you mean .*grid_sampler_2d_backward, grid_sampler_3d_backward"),
         ("QUEUE_FUL", None, r"did you mean QUEUE_FULL\?$"),
         ("timeout", None, "found 'timeout'; expected an operator, an"),
-        ("batch_norm", None, "found 'batch_norm'; expected an operator, an"),
+        ("rope", None, "found 'rope'; expected an operator, an"),
         ("banana", None, "found 'banana'; expected an operator, an"),
         ("a", None, "found 'a'; expected an operator, an"),
         ("zzz", None, "found 'zzz'; expected an operator, an aclnn number, a reason or a constraint"),
