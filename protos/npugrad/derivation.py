@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 from bisect import bisect_left
 from dataclasses import dataclass, replace
-from functools import cached_property, wraps
+from functools import cached_property, partial, wraps
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -87,7 +88,7 @@ class Calls:
         Raises:
             TypeError: Another keyword.
         """
-        known = {**{name: values[0] for name, values in self.values.items()}, **self.sizes}
+        known = self._keywords
         if unknown := given.keys() - known.keys():
             raise TypeError(f"found the keywords {sorted(unknown)}; expected some of {', '.join(known)}")
         chosen, inputs = {**known, **given}, {}
@@ -99,6 +100,28 @@ class Calls:
             inputs[param.name] = meta if chosen.get(f"with_{param.name}", True) else None
         attrs = {name: chosen[name] for name in self.page.params if name in self.page.values}
         return self.page.finished(CallMeta(inputs=inputs, attrs=attrs, product=product))
+
+    @cached_property
+    def _keywords(self) -> Sizes:
+        """Keywords of `build` besides type and product, with their values in the smallest call."""
+        return {**{name: values[0] for name, values in self.values.items()}, **self.sizes}
+
+    def _signed(self, build: Callable[..., CallMeta]) -> Callable[..., CallMeta]:
+        """`build`, or one that passes keywords on to it, with all of them in its signature, for who asks."""
+        own = inspect.signature(build).parameters.values()
+        if all(each.kind is each.KEYWORD_ONLY for each in own):
+            return build
+
+        @wraps(build)
+        def signed(**given: Any) -> CallMeta:
+            return build(**given)
+
+        keyword = partial(inspect.Parameter, kind=inspect.Parameter.KEYWORD_ONLY)
+        derived = {n: keyword(n, default=v, annotation=_type(v)) for n, v in self._keywords.items()}
+        named = {each.name: each for each in own if each.kind is each.KEYWORD_ONLY}
+        signature = inspect.Signature([*({**named, **derived} | named).values()])
+        signed.__signature__ = signature  # type: ignore[attr-defined]
+        return signed
 
     # ---------------------------------------------------------------------------- samples
 
@@ -202,6 +225,7 @@ class Calls:
             "determinism_check": lambda call, release: None,
         }
         found = {**derived, **given}
+        found["build"] = self._signed(found["build"])
         found["workloads"] = found["workloads"] or self.workloads(models)
         if "data_check" in found and "references_by_rule" not in found:
             found["reference"] = _checked(found["reference"], found["data_check"])
@@ -239,6 +263,13 @@ def _checked(reference: Callable[..., None], data_check: Callable[..., None]) ->
         reference(inputs, attrs, outputs, **how)
 
     return run
+
+
+def _type(value: Any) -> str:
+    """The annotation of a keyword of `build`."""
+    if isinstance(value, tuple):
+        return f"tuple[{type(value[0]).__name__ if value else 'int'}, ...]"
+    return type(value).__name__
 
 
 def _lengths(sizes: Mapping[str, Any]) -> dict[tuple[str, int | None], int]:

@@ -119,6 +119,7 @@ _READERS: dict[str, tuple[Callable[[str], Any], str]] = {
     "int": (_whole, "a whole number, 0 or more"),
     "float": (_number, "a finite number"),
     "bool": (_flag, "true or false"),
+    "str": (str, "text"),
     "DType | str": (dtype_from_name, "an element type such as int32"),
     "tuple[int, ...]": (_shape, "a shape such as 8x1024"),
     "tuple[tuple[int, int], ...]": (_pairs, "pairs of height and width such as 50x67,25x34"),

@@ -166,6 +166,7 @@ BOTH = "multi_scale_deformable_attention_grad, aclnnMultiScaleDeformableAttentio
         ("QUEUE_FUL", None, r"did you mean QUEUE_FULL\?$"),
         ("timeout", None, "found 'timeout'; expected an operator, an"),
         ("rope", None, "found 'rope'; expected an operator, an"),
+        ("batch_norm", None, "did you mean batch_norm_backward, aclnnBatchNormBackward"),
         ("banana", None, "found 'banana'; expected an operator, an"),
         ("a", None, "found 'a'; expected an operator, an"),
         ("zzz", None, "found 'zzz'; expected an operator, an aclnn number, a reason or a constraint"),
