@@ -10,7 +10,7 @@ from tests.pages import load
 from tests.summary import Tally
 
 from npugrad.errors import Source
-from npugrad.operator import OpRecord
+from npugrad.operator import AttrParam, OpRecord
 from npugrad.ops import OPERATORS
 
 ROWS_FILE = Path(__file__).parent / "document_rows.txt"
@@ -111,3 +111,20 @@ def test_parameters_are_those_of_the_page_in_its_order(record: OpRecord) -> None
             row.row for row in ROWS[record.name] if (row.document, row.section) == (document, "parameters")
         ]
         assert [p.c_name for p in record.params] == [name for name in on_page if name not in MADE_BY_SERVICE]
+
+
+def test_kinds_and_types_are_those_of_the_page_s_table(record: OpRecord) -> None:
+    """Types that its vendor's checks refuse all the same may lack where a rule says so."""
+    page = load("9.1.0")[record.aclnn_name]
+    if [row for row in ROWS[record.name] if "vendor" not in row.document] != [*rows_of_page(page.name)]:
+        return  # by another page, or several
+    chosen = {c.operands[0] for c in record.constraints if c.id.endswith("dtype") and c.pick}
+    for param, told in zip(record.params, page.params, strict=True):
+        assert (param.c_name, told.output) == (told.c_name, getattr(param, "role", "") == "output")
+        if isinstance(param, AttrParam):
+            assert param.type == told.type, param.name
+            continue
+        for product in record.products:
+            types = {*param.dtypes[product]}
+            assert types <= {*told.dtypes[product]}, (param.name, product)
+            assert chosen or types == {*told.dtypes[product]} - {*param.uncarried}, (param.name, product)
