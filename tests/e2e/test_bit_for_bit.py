@@ -239,7 +239,8 @@ def test_one_variable_sets_the_threads_of_every_library_and_one_option_the_pages
     call = GRID_SAMPLER.build(dtype="float64")
     operands = GRID_SAMPLER.make_inputs(call, np.random.default_rng(0))
     with Client(running.address) as client:
-        found = outputs_of(GRID_SAMPLER, client.grid_sampler_2d_backward(**operands, **call.attrs))
+        method: Any = client.grid_sampler_2d_backward
+        found = outputs_of(GRID_SAMPLER, method(**operands, **call.attrs))
         assert client.server_info().cann == "9.1.0"
     assert differences(local_results(GRID_SAMPLER, call, operands), found) == []
     [worker] = workers_of(running.process.pid)

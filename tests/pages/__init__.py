@@ -7,8 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from npugrad import DType, Product
+from npugrad.dtypes import dtype_from_name
+from npugrad.products import product_from_name
 
 RELEASES = ("8.5.0", "9.0.0", "9.1.0", "9.2.0-beta.1", "9.2.0-beta.2")
 """In order. The file of 9.1.0 has all backward operators, the others those that the service has."""
@@ -50,16 +53,18 @@ class Facts:
         return tuple(part.removeprefix("const ").split()[0] for part in self.prototype.split(", "))
 
 
-def _parameter(read: dict) -> ParameterFacts:
-    dtypes = {Product(name): tuple(map(DType, names)) for name, names in read["dtypes"].items()}
+def _parameter(read: dict[str, Any]) -> ParameterFacts:
+    dtypes = {
+        product_from_name(name): tuple(map(dtype_from_name, names)) for name, names in read["dtypes"].items()
+    }
     ranks = read["ranks"] and tuple(read["ranks"])
     lists = {name: tuple(read[name]) for name in ("formats", "values")}
     return ParameterFacts(**{**read, **lists, "dtypes": dtypes, "ranks": ranks})
 
 
-def _facts(read: dict) -> Facts:
+def _facts(read: dict[str, Any]) -> Facts:
     changed = {
-        "products": tuple(map(Product, read["products"])),
+        "products": tuple(map(product_from_name, read["products"])),
         "params": tuple(map(_parameter, read["params"])),
         "codes": {int(code): rows for code, rows in read["codes"].items()},
     }
