@@ -83,7 +83,7 @@ def run(rig: Rig, out: StepLog) -> None:
         out.check(f"{record.name}: legal: {sample.name}", answer["status"] == 0, "accepts", _said(answer))
     for question in questions:
         question.answers = [next(answers) for _ in question.calls]
-    _compare(out, questions)
+    _compare(out, questions, simulated=rig.settings.simulated)
     for name in dict.fromkeys(question.record.name for question in questions):
         _compare_worker(out, name, [question for question in questions if question.record.name == name])
 
@@ -116,7 +116,8 @@ def _codes(rig: Rig, cases: Sequence[RawCall]) -> list[dict[str, Any]]:
     return answers
 
 
-def _compare(out: StepLog, questions: Iterable[_Question]) -> None:
+def _compare(out: StepLog, questions: Iterable[_Question], *, simulated: bool) -> None:
+    """Compares codes; a simulated CANN may know no more of an operator than its page's tables."""
     rows: list[tuple[Cell, ...]] = []
     unbroken: list[str] = []
     for question in questions:
@@ -126,7 +127,9 @@ def _compare(out: StepLog, questions: Iterable[_Question]) -> None:
             unbroken.append(name)
             continue
         answered = zip(question.answers, question.expected, strict=True)
-        differing = [answer for answer, code in answered if answer["status"] != code]
+        other = [answer for answer, code in answered if answer["status"] != code]
+        unproved = (0, constraint.code) if simulated else ()
+        differing = [answer for answer in other if answer["status"] not in unproved]
         expected, codes = _names(question.expected), _names(a["status"] for a in question.answers)
         found = f"{codes} ({differing[0]['words'][:_MOST_WORDS]})" if differing else codes
         out.check(name, not differing, expected, found)
@@ -138,7 +141,7 @@ def _compare(out: StepLog, questions: Iterable[_Question]) -> None:
                 expected,
                 codes,
                 len(question.calls),
-                "DIFFER" if differing else "agree",
+                "DIFFER" if differing else "unproved" if other else "agree",
             )
         )
     columns = (
