@@ -50,7 +50,7 @@ def added(page: Page, kind: Kind, name: str) -> Constraint:
 
 _OTHERS: dict[str, Any] = dict.fromkeys(
     (
-        *("summary", "reads", "reference", "build", "samples", "workloads", "make_inputs"),
+        *("summary", "reads", "reference", "samples", "workloads", "make_inputs"),
         *("wire", "extra_tolerance", "determinism_check", "min_cann"),
     )
 )
