@@ -110,6 +110,12 @@ class _Operator:
         same = (p.name for p in before if self.dtypes(p) == self.dtypes(param))
         return next((f'"{name}"' for name in same), "") or self._listed(param)
 
+    def uncarried(self, param: Parameter) -> str:
+        """Types of an input that the service never carries as an argument, unless another input has them."""
+        found = dict.fromkeys(t for dtypes in param.dtypes.values() for t in dtypes if not t.has_data)
+        is_told = not found or self.types(param).startswith('"')
+        return "" if is_told else f", uncarried={_tuple(f'DType.{dtype.name}' for dtype in found)}"
+
     def _listed(self, param: Parameter) -> str:
         found = self.dtypes(param)
         others = {tuple(t for t in found[product] if t not in FLOATS[product]) for product in found}
