@@ -221,7 +221,8 @@ int wait_until(std::unique_lock<std::mutex>& lock, const std::shared_ptr<Stream>
   if (!stream->error) return 0;
   const int code = stream->error;
   stream->error = 0;
-  return report(user, code, explained(format("a task of stream %d failed", stream->number), stream->error_text));
+  return report(user, code,
+                explained(format("a task of stream %d failed", stream->number), stream->error_text));
 }
 
 }  // namespace

@@ -106,7 +106,8 @@ void compute_elsewhere(KernelRun& run, const ArithmeticCall& call) {
   for (const std::string& name : call.results) {
     expected += static_cast<size_t>(run.elements(name.c_str())) * item_size(run.dtype(name.c_str()));
   }
-  if (reply.size() != expected) fail(format("found %zu bytes of results; expected %zu", reply.size(), expected));
+  if (reply.size() != expected)
+    fail(format("found %zu bytes of results; expected %zu", reply.size(), expected));
   const char* bytes = reply.data();
   for (const std::string& name : call.results) {
     run.write_bytes(name.c_str(), bytes);

@@ -79,8 +79,9 @@ void record_plan(const std::string& op, const std::vector<Argument>& arguments, 
   if (!settings()->record) return;
   report_line("abi", format("{\"event\": \"plan\", \"op\": \"%s\", \"arguments\": %s, \"status\": %d, "
                             "\"workspace\": %llu, \"executor\": %zu, %s}",
-                            op.c_str(), json_of(arguments).c_str(), status, static_cast<unsigned long long>(workspace),
-                            reinterpret_cast<size_t>(executor), origin(context).c_str()));
+                            op.c_str(), json_of(arguments).c_str(), status,
+                            static_cast<unsigned long long>(workspace), reinterpret_cast<size_t>(executor),
+                            origin(context).c_str()));
 }
 
 void record_launch(const char* event, const std::string& op, const void* executor, int stream, int status,
