@@ -117,10 +117,12 @@ class Calls:
             return build(**given)
 
         keyword = partial(inspect.Parameter, kind=inspect.Parameter.KEYWORD_ONLY)
-        derived = {n: keyword(n, default=v, annotation=_type(v)) for n, v in self._keywords.items()}
+        derived = {
+            n: keyword(n, default=v, annotation=_type(v)) for n, v in {**self.sizes, **self._keywords}.items()
+        }
         shared = {n: inspect.signature(self.build).parameters[n] for n in ("dtype", "product")}
         named = {each.name: each for each in own if each.kind is each.KEYWORD_ONLY}
-        signature = inspect.Signature([*({**shared, **named, **derived} | named).values()])
+        signature = inspect.Signature([*({**shared, **derived} | named).values()])
         signed.__signature__ = signature  # type: ignore[attr-defined]
         return signed
 

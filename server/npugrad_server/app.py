@@ -133,7 +133,7 @@ def _changed(loaded: LoadedSettings, made: PoolSettings) -> dict[str, dict[str, 
     told: dict[str, dict[str, Any]] = {}
     for name, value in loaded.settings:
         # The pool's settings have the values that defaults such as "auto" resolved to.
-        effective, origin = getattr(made, name, value), loaded.origins[name]
+        effective, origin = getattr(made, name, value) or value, loaded.origins[name]
         if effective != type(loaded.settings).model_fields[name].default:
             shown = str(effective) if isinstance(effective, str) else effective
             told.setdefault("chosen" if origin == "default" else origin, {})[name] = shown

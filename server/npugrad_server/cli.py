@@ -235,7 +235,7 @@ def ops() -> None:
     console = Console(width=None if sys.stdout.isatty() else _FILE_COLUMNS, highlight=False)
     for record in OPERATORS.values():
         # Operator names are long: as rows of a single table, they would not fit an 80-column terminal.
-        table = Table.grid(Column(no_wrap=True), Column(no_wrap=True), Column(), padding=(0, 2))
+        table = Table.grid(Column(no_wrap=True), Column(), Column(), padding=(0, 2))
         for product in Product:
             for row in _dtype_rows(record, product):
                 table.add_row(*row)

@@ -139,7 +139,7 @@ def test_validate_finds_levels_that_a_call_finds(plain: Any) -> None:
 
 
 MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"operator": "gelu_backward"}, UnsupportedOperator, "unknown operator 'gelu_backward'; known are"),
+    ({"operator": "rope"}, UnsupportedOperator, "unknown operator 'rope'; known are"),
     ({"inputs": {"x": None}}, TypeError, "unknown input 'x'"),
     (
         {"inputs": {"input": "x"}},

@@ -341,7 +341,10 @@ _WANTS_ANOTHER = "as a server does if it requires a client certificate, or one f
 REFUSALS: dict[str, tuple[Callable[[Certificates], Tls | None], str]] = {
     "no certificate": (lambda c: Tls(ca=c.authority), _WANTS_ANOTHER),
     "a stranger's": (lambda c: tls(c.caller(trusted=False), c.authority), _WANTS_ANOTHER),
-    "plain": (lambda c: None, "as a server does if it only speaks TLS (gRPC: "),
+    "plain": (
+        lambda c: None,
+        "as a server does if it only speaks TLS; then pass tls=True or Tls(ca=...) (gRPC: ",
+    ),
 }
 """How our server is called, and what is read then: nothing tells that it is a TLS error."""
 _UNUSABLE = "ca, certificate or key cannot be used, or the key belongs to another certificate"

@@ -83,7 +83,7 @@ def operator(console: Console, found: OperatorInfo, product: str) -> None:
     operators(console, (found,), product)
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for name in ("parameter", "kind", "types here", "meaning"):
-        table.add_column(name, no_wrap=name != "meaning")
+        table.add_column(name, no_wrap=name in ("parameter", "kind"))
     for param in found.parameters:
         kind = f"optional {param.role}" if param.optional else param.role
         table.add_row(param.name, kind, ", ".join(map(str, param.dtypes)), param.doc)

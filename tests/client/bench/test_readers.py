@@ -92,7 +92,7 @@ def test_each_workload_and_each_keyword_can_be_written_as_text() -> None:
 @pytest.mark.parametrize(
     ("record", "text", "message"),
     [
-        (NORM, "n=8,c=320,d=1", "d: found 'd=1'; expected one of n, c, hxw, group, shape, "),
+        (NORM, "n=8,c=320,d=1", "d: found 'd=1'; expected one of n, c, hxw, group, "),
         (NORM, "n=8,c=320", "hxw, group missing; give n, c, hxw, group, as in n=2,"),
         (NORM, "n=8,n=8", "n is given twice"),
         (NORM, "small,n=8", "found 'small'; expected NAME=VALUE, as in n=2,"),
