@@ -23,7 +23,7 @@ from tests.calls import (
     call_execute,
     call_unary,
     chunk,
-    cpu_results,
+    cpu_run,
     failure_of,
     header_frame,
     registry_of,
@@ -85,10 +85,12 @@ def case(*what: object) -> Iterator[None]:
 # ------------------------------------------------------------------------------------------- results
 
 
-def local_results(record: OpRecord, call: CallMeta, operands: Operands) -> dict[str, Array | None]:
+def local_results(
+    record: OpRecord, call: CallMeta, operands: Operands, torch: str = "auto"
+) -> dict[str, Array | None]:
     """What the CPU backend computes in this process, into arrays of the outputs' own types."""
     metas = record.infer(call)
-    wanted = cpu_results(record, call, operands, metas)
+    wanted, _ = cpu_run(record, call, operands, metas, torch)
     return {name: wanted.get(name) for name in metas}
 
 

@@ -262,4 +262,4 @@ def mixed_work() -> list[Work]:
 
 def _work(record: OpRecord, call: CallMeta, streamed: bool, *, seed: int) -> Work:
     made = fill(record, call, seed)
-    return Work(made, local_results(record, call, made.arrays), streamed)
+    return Work(made, local_results(record, call, made.arrays, torch="off"), streamed)

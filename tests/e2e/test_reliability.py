@@ -65,7 +65,7 @@ class Service:
             self.folder / f"server{len(self.ended)}.log",
             *("--respawn-backoff-s", "0.05"),
             devices=",".join(f"cpu:{index}" for index in range(self.devices)),
-            env=own_threads(),
+            env={**own_threads(), "NPUGRAD_KERNELS_TORCH": "off"},
             listen=listen,
             check_end=False,  # some are asked to end under load
         )
