@@ -72,9 +72,13 @@ class AutogradCall:
                 return f"{name}: found {tensor.dtype} of {tensor.layout} on {tensor.device}"
         return None
 
-    @cached_property
+    @property
     def is_mixed(self) -> bool:
         """Whether the operands mix types that the service supports but that must not be mixed."""
+        return self._is_mixed
+
+    @cached_property
+    def _is_mixed(self) -> bool:
         found = {tensor.dtype for tensor in self._given if tensor.is_floating_point()}
         return len(found) > 1 and found <= _CASTABLE and not self.may_mix and not self._is_legal
 
@@ -140,7 +144,7 @@ def _parameters(func: Any, operator: str) -> tuple[tuple[str, str, Any], ...]:
     arguments = func._schema.arguments
     plain = [argument.name for argument in arguments if not argument.kwarg_only]
     names = dict(zip(plain, binding.positional, strict=False))
-    return tuple((names.get(each.name, each.name), each.name, each.default_value) for each in arguments)
+    return tuple((names.get(each.name) or each.name, each.name, each.default_value) for each in arguments)
 
 
 def _plain(value: Any) -> Any:

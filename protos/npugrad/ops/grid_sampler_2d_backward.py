@@ -7,7 +7,7 @@ source (ops-cv), which also adds the Atlas A3 series.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from npugrad import rules
 from npugrad.changes import numbered, retyped
@@ -63,6 +63,7 @@ def _is_not_bicubic(call: CallMeta) -> Finding | None:
 p.rule(rules.not_null, "grad_output input grid input_grad grid_grad", row=1, check=3)
 p.rule(rules.same_dtype("input"), "grad_output grid input_grad grid_grad", row=1, check=4)
 p.rule(rules.dtype_in(tolerated=(DType.FLOAT64,)), "input", row=1, check=5)
+_where: dict[str, Any]
 for _where in ({"until": "8.5.0"}, {"since": "9.0.0", "products": frozenset({_TRAINING})}):
     p.rule(rules.special("not_double", "does not have data type DOUBLE", _is_not_double,
             p.edited("input", retyped())), "input", row=1, check=5, requires=("input.dtype",),
