@@ -42,6 +42,8 @@ class TorchBinding:
         takes: Whether it passes a legal call on unchanged; some bindings do not. Operators of `aten` check
             less than `torch.nn` does: one that would read a null operand must not be given such a call.
             Nor do they check indices; the record's `data_check` has to.
+        is_compared: Whether an NPU's results by this function are compared with the service's, bit for bit.
+            torch_npu may run another function, or round gradients otherwise.
     """
 
     path: str
@@ -55,6 +57,7 @@ class TorchBinding:
         default_factory=lambda: MappingProxyType({})
     )
     takes: Callable[[CallMeta], bool] = lambda call: True
+    is_compared: bool = True
 
     @property
     def is_aten(self) -> bool:

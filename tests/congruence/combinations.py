@@ -60,7 +60,7 @@ def bits(mask: tuple[bool, ...]) -> str:
 
 def combinations(operator: str) -> Iterator[Combination]:
     """Combinations of an operator, always the same and in the same order."""
-    return _OF[operator]()
+    return COMBINED[operator]()
 
 
 MASKS_OF_2 = list(product((True, False), repeat=2))
@@ -277,7 +277,7 @@ def _deformable_attention() -> Iterator[Combination]:
         yield Combination(f"{dtype}, {shapes}, {starts}, rank {rank}, {levels}, {dict(sizes)}", call)
 
 
-_OF: Mapping[str, Callable[[], Iterator[Combination]]] = {
+COMBINED: Mapping[str, Callable[[], Iterator[Combination]]] = {
     FLOYD.name: _floyd,
     GRID_SAMPLER.name: _images,
     GRID_SAMPLER_3D.name: _volumes,

@@ -20,12 +20,12 @@ import numpy as np
 import numpy.typing as npt
 from tests.cann_sim.operators import make_arrays
 from tests.cann_sim.report import Report
-from tests.congruence.combinations import Combination, combinations
+from tests.congruence.combinations import COMBINED, Combination, combinations
 
 from npugrad.call import CallOptions
 from npugrad.meta import TensorMeta
 from npugrad.operator import OpRecord
-from npugrad.ops import OPERATORS, get_operator
+from npugrad.ops import get_operator
 from npugrad.products import Product
 
 Array = npt.NDArray[Any]
@@ -95,8 +95,8 @@ def _content(array: Array) -> bytes:
     return array.base.tobytes()
 
 
-BINDINGS = {name: record.binding for name, record in OPERATORS.items() if record.binding is not None}
-"""Operators that torch_npu binds."""
+BINDINGS = {name: binding for name in COMBINED if (binding := get_operator(name).binding) is not None}
+"""Operators that torch_npu binds, of those with combinations."""
 SIDES: Mapping[str, Callable[[], Side]] = {"service": service, "torch_npu": torch_npu}
 
 

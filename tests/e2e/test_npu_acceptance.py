@@ -330,7 +330,7 @@ def test_what_cann_forks_neither_holds_up_the_ladder_nor_keeps_the_device(
     accept: Accept, tmp_path: Path
 ) -> None:
     # Not forked: what CANN forks is known by the environment that its process began with.
-    found = accept("--steps", "0,2", plan=f"{STRICT};helpers=1", forked=False)
+    found = accept("--steps", "0,2", plan=f"{STRICT};hbm_mb=384;helpers=1", forked=False)
     assert failed(*found.report.steps) == {}, found.shown
     assert found.simulator.violations() == []
 

@@ -86,7 +86,8 @@ def peer_jobs(rig: Rig) -> Iterator[PeerJob]:
                 made.append((workload.name, make_job(record, call)))
             for name, job in made:
                 options = CallOptions(deterministic=not rig.why_not_deterministic(record, job.call))
-                bound = record.binding is not None and record.binding.takes(job.call)
+                binding = record.binding
+                bound = binding is not None and binding.is_compared and binding.takes(job.call)
                 yield PeerJob(f"{record.name} {dtype} {name}", replace(job, options=options), bound)
 
 
