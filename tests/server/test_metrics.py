@@ -141,7 +141,7 @@ def test_what_the_pool_tells_is_counted() -> None:
 async def test_a_page_has_the_samples_that_the_reference_tells_and_few_enough() -> None:
     """As many devices as given have run as many operators, in one message and as a stream.
 
-    A page has what was used: some models' steps need six operators, and no server all at once.
+    A page has what was used, and grows with it; the bound is for six operators, half of those there are.
     """
 
     async def samples(operators: int, devices: int) -> int:
