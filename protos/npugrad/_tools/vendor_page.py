@@ -28,7 +28,7 @@ _MARKDOWN = MarkdownIt("commonmark", {"html": True}).enable("table")
 _PROTOTYPE = re.compile(r"aclnnStatus\s+(aclnn\w+?)GetWorkspaceSize\s*\(([^)]*)\)")
 _PARAMETER = re.compile(r"\s*(const\s+)?(\w+)(?:\s*(\*+)\s*|\s+)(\w+)\s*")
 _REPOSITORY = re.compile(r"gitcode\.com/cann/([a-z-]+)")
-_KINDS = {kind.c_type: str(name) for name, kind in KINDS.items()} | {"float": "float"}
+_KINDS = {kind.c_type: str(name) for name, kind in KINDS.items()}
 # "The shape is the same as that of `x`", and a cell of "the same as `x`".
 _LIKE = re.compile(r"shape\W*与\D*?(\w+)[^。]*?(?:一致|相同|相等)", re.ASCII)
 _SAME = re.compile(r"[与同和](\w+)", re.ASCII)
